@@ -1,0 +1,191 @@
+"""The one typed configuration tree, read from YAML.
+
+Every field has its unit in its name and its meaning in a comment beside it; unknown keys are refused. Nothing here does I/O
+but :func:`load`.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+_HOST_PORT = re.compile(r"^(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):(?P<port>[0-9]{1,5})$")
+
+
+class ConfigError(ValueError):
+    """The configuration cannot be used; the message says which file, which field and why."""
+
+
+class Address(msgspec.Struct, frozen=True):
+    """Where something listens or is reached: ``host:port``, or ``unix:/path`` (then ``path`` is set and ``host`` empty)."""
+
+    host: str = ""
+    port: int = 0
+    path: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> Address:
+        """``"10.0.0.1:8100"``, ``"[::1]:8100"`` or ``"unix:/run/x.sock"`` -> Address. Raises ValueError."""
+        if text.startswith("unix:"):
+            path = text.removeprefix("unix:")
+            # sun_path holds 108 bytes with its terminating NUL (unix(7)).
+            if not path.startswith("/") or len(path.encode()) > 107:
+                raise ValueError(f"{text!r}: a unix address is unix: and an absolute path of at most 107 bytes")
+            return cls(path=path)
+        match = _HOST_PORT.match(text)
+        if match is None or not 0 < int(match["port"]) < 65536:
+            raise ValueError(f"{text!r} is neither host:port nor unix:/path")
+        return cls(host=match["host"], port=int(match["port"]))
+
+    def __str__(self) -> str:
+        return f"unix:{self.path}" if self.path else f"{self.host}:{self.port}"
+
+
+class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    pass
+
+
+class Workers(_Section, frozen=True, kw_only=True):
+    """The workers, as ``ip:port`` of their HTTP server. Envoy pins by address, so these must be IP addresses."""
+
+    prefill: list[str]
+    decode: list[str]
+
+
+class Prefill(_Section, frozen=True, kw_only=True):
+    """How the filter makes prefill calls."""
+
+    via: str = "direct"
+    """``direct``: straight to the worker. ``unix:/path`` or ``host:port``: through Envoy's loopback listener there."""
+    timeout_s: float = 120.0
+    """One prefill call, from dispatch to the last byte of its reply."""
+    connect_timeout_s: float = 2.0
+    max_concurrent: int = 10_000
+    """Prefill calls in flight; one more is answered 429."""
+    max_reply_bytes: int = 16 << 20
+    """A prefill reply is small (block ids); a larger one is an error."""
+
+
+class Health(_Section, frozen=True, kw_only=True):
+    """How the filter finds out which workers are live: ``GET path`` on each of them."""
+
+    path: str = "/health"
+    interval_s: float = 1.0
+    timeout_s: float = 2.0
+    unhealthy_threshold: int = 3
+    """Failed probes in a row after which a worker gets no more requests."""
+    healthy_threshold: int = 1
+
+
+class Limits(_Section, frozen=True, kw_only=True):
+    """Upper bounds. Each is a clear error when it is met, never a hang."""
+
+    max_body_bytes: int = 64 << 20
+    """A larger request body is answered 413, by Envoy and by the filter alike."""
+    max_streams: int = 20_000
+    """Requests that the filter holds at once; gRPC refuses more."""
+
+
+class Drain(_Section, frozen=True, kw_only=True):
+    """What happens at SIGTERM: health goes NOT_SERVING, ``delay_s`` passes for Envoy to notice, streams finish, exit."""
+
+    delay_s: float = 3.0
+    timeout_s: float = 600.0
+    """After this the remaining streams are cut."""
+
+
+class Envoy(_Section, frozen=True, kw_only=True):
+    """What ``baton envoy-config`` puts into Envoy's configuration, and where endpoint files go."""
+
+    listen: str = "0.0.0.0:8000"
+    """Clients connect here (plain HTTP/1.1 and HTTP/2)."""
+    admin: str = "127.0.0.1:9901"
+    eds_dir: str | None = None
+    """``baton serve`` writes ``decode.json`` and ``prefill.json`` here for Envoy to watch; null: it writes nothing."""
+    idle_timeout_s: float = 600.0
+    """Longest silence on a request: covers the wait for the prefill and every gap between tokens."""
+    debug_headers: bool = False
+    """Add ``x-kv-transfer`` and ``x-decode-endpoint`` to responses. They name worker addresses: not for the internet."""
+
+
+class Config(_Section, frozen=True, kw_only=True):
+    """Everything ``baton serve`` and ``baton envoy-config`` need."""
+
+    workers: Workers
+    listen: str = "unix:/run/baton/extproc.sock"
+    """The gRPC server that Envoy's ext_proc filter calls."""
+    admin: str = "127.0.0.1:9003"
+    """``/metrics`` and ``/healthz``."""
+    prefill: Prefill = Prefill()
+    health: Health = Health()
+    limits: Limits = Limits()
+    drain: Drain = Drain()
+    envoy: Envoy = Envoy()
+    log_level: str = "info"
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work, naming the field. Raises ConfigError."""
+        for field, text in (
+            ("listen", self.listen),
+            ("admin", self.admin),
+            ("envoy.listen", self.envoy.listen),
+            ("envoy.admin", self.envoy.admin),
+            *((("prefill.via", self.prefill.via),) if self.prefill.via != "direct" else ()),
+        ):
+            _address(field, text)
+        for role in ("prefill", "decode"):
+            endpoints: list[str] = getattr(self.workers, role)
+            for index, text in enumerate(endpoints):
+                if _address(f"workers.{role}[{index}]", text).path:
+                    raise ConfigError(f"workers.{role}[{index}]: {text!r}: a worker is ip:port, not a unix socket")
+            if not endpoints:
+                raise ConfigError(f"workers.{role}: at least one worker is needed")
+            if len(set(endpoints)) != len(endpoints):
+                raise ConfigError(f"workers.{role}: the same worker stands there twice")
+        for section in ("prefill", "health", "limits", "drain", "envoy"):
+            values: dict[str, Any] = msgspec.structs.asdict(getattr(self, section))
+            for name, value in values.items():
+                if isinstance(value, int | float) and not isinstance(value, bool):
+                    least = 0 if (section, name) == ("drain", "delay_s") else 1e-3
+                    if not least <= value < 1e12:
+                        raise ConfigError(f"{section}.{name}: {value} is not a positive number")
+        if self.envoy.idle_timeout_s <= self.prefill.timeout_s:
+            raise ConfigError(
+                f"envoy.idle_timeout_s ({self.envoy.idle_timeout_s:g} s) must be longer than prefill.timeout_s "
+                f"({self.prefill.timeout_s:g} s): Envoy's idle timer runs while a prefill is awaited"
+            )
+        if self.log_level not in ("debug", "info", "warning", "error"):
+            raise ConfigError(f"log_level: {self.log_level!r} is not one of debug, info, warning, error")
+
+
+def _address(field: str, text: str) -> Address:
+    try:
+        return Address.parse(text)
+    except ValueError as error:
+        raise ConfigError(f"{field}: {error}") from error
+
+
+def parse(text: str, *, source: str = "configuration") -> Config:
+    """YAML text -> Config. Raises ConfigError with the line (syntax) or the field (content) at fault."""
+    try:
+        tree = YAML(typ="safe").load(text)
+    except YAMLError as error:
+        raise ConfigError(f"{source}: not YAML: {error}") from error
+    try:
+        return msgspec.convert(tree, Config)
+    except (ConfigError, msgspec.ValidationError) as error:
+        raise ConfigError(f"{source}: {error}") from error
+
+
+def load(path: Path) -> Config:
+    """Read a configuration file. Raises ConfigError, also when the file cannot be read."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    return parse(text, source=str(path))
