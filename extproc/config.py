@@ -7,6 +7,7 @@ but :func:`load`.
 from __future__ import annotations
 
 import re
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -141,8 +142,7 @@ class Config(_Section, frozen=True, kw_only=True):
         for role in ("prefill", "decode"):
             endpoints: list[str] = getattr(self.workers, role)
             for index, text in enumerate(endpoints):
-                if _address(f"workers.{role}[{index}]", text).path:
-                    raise ConfigError(f"workers.{role}[{index}]: {text!r}: a worker is ip:port, not a unix socket")
+                _worker(f"workers.{role}[{index}]", text)
             if not endpoints:
                 raise ConfigError(f"workers.{role}: at least one worker is needed")
             if len(set(endpoints)) != len(endpoints):
@@ -168,6 +168,14 @@ def _address(field: str, text: str) -> Address:
         return Address.parse(text)
     except ValueError as error:
         raise ConfigError(f"{field}: {error}") from error
+
+
+def _worker(field: str, text: str) -> None:
+    try:
+        ip_address(_address(field, text).host.strip("[]"))
+    except ValueError as error:
+        # Envoy's endpoint discovery takes addresses only, and the pinned value must equal the endpoint's, byte for byte.
+        raise ConfigError(f"{field}: {text!r}: a worker is ip:port, not a name or a unix socket") from error
 
 
 def parse(text: str, *, source: str = "configuration") -> Config:
