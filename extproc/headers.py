@@ -1,0 +1,27 @@
+"""Names that the filter and Envoy's configuration share: routing headers and the metadata namespace. Constants only."""
+
+from __future__ import annotations
+
+from typing import Final
+
+DESTINATION_HEADER: Final = "x-gateway-destination-endpoint"
+"""The worker that serves the request, ``ip:port``: a header, and a key of the same name in the metadata namespace."""
+
+KV_TRANSFER_HEADER: Final = "x-kv-transfer"
+"""How the KV blocks reach the decode worker; set by the filter, read by logs, debug headers and the worker."""
+
+LB_NAMESPACE: Final = "envoy.lb"
+"""The dynamic-metadata namespace that Envoy's load balancer reads the destination from."""
+
+ROUTING_HEADERS: Final[tuple[str, ...]] = (
+    DESTINATION_HEADER,
+    "x-gateway-destination-endpoint-subset",
+    "x-gateway-destination-endpoint-served",
+    KV_TRANSFER_HEADER,
+    "x-prefiller-host-port",
+    "x-encoder-hosts-ports",
+    "x-data-parallel-host-port",
+    "x-data-parallel-rank",
+    "x-kv-cache-source-host-port",
+)
+"""Headers with which a client could choose workers or sources of KV blocks. Only the filter may set them."""
