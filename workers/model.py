@@ -111,8 +111,8 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-    # What was loaded from GGUF still says that it is quantised and refuses to be saved; the same weights in a model that
-    # was never quantised can be.
+    # What was loaded from GGUF still says that it is quantised and refuses to be saved; the same weights in a model
+    # that was never quantised can be.
     config = loaded.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config

@@ -1,0 +1,73 @@
+"""When a part is ready, and which ports are free: the little of HTTP and sockets that a launcher needs.
+
+Standard library only, and no state.
+"""
+
+from __future__ import annotations
+
+import http.client
+import itertools
+import random
+import socket
+import time
+import urllib.error
+import urllib.request
+
+from workers.process import Child, describe_exit
+
+
+class PartError(RuntimeError):
+    """A part has ended or did not become ready; the message has its name and the end of its log."""
+
+
+def answers(url: str, timeout_s: float = 1.0) -> bool:
+    """Whether ``GET url`` is answered with 200."""
+    try:
+        with urllib.request.urlopen(url, timeout=timeout_s) as reply:  # noqa: S310  (our own http:// addresses)
+            return bool(reply.status == 200)
+    except (OSError, urllib.error.URLError, http.client.HTTPException):
+        return False
+
+
+def check_alive(child: Child) -> None:
+    """Raise PartError if it has ended."""
+    status = child.poll()
+    if status is not None:
+        raise PartError(f"{child.name} {describe_exit(status)}; the end of {child.log}:\n{child.tail()}")
+
+
+def wait_ready(child: Child, url: str, timeout_s: float) -> None:
+    """Block until ``url`` answers. Raises PartError when the child ends before, or after ``timeout_s``."""
+    deadline = time.monotonic() + timeout_s
+    while not answers(url):
+        check_alive(child)
+        if time.monotonic() > deadline:
+            raise PartError(
+                f"{child.name} did not answer {url} within {timeout_s:g} s; the end of {child.log}:\n{child.tail()}"
+            )
+        time.sleep(0.2)
+
+
+def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+    """Distinct ports that nothing listens on now.
+
+    Below the range that systems give to outgoing connections: workers take half a minute to listen, time enough for one of
+    the many connections of a start-up to sit on a port from that range.
+    """
+    candidates = random.sample(range(20_000, 32_000), 2_000)
+    found = list(itertools.islice((port for port in candidates if port_is_free(host, port)), count))
+    if len(found) < count:
+        raise OSError(f"{host} has no {count} free ports between 20000 and 32000")
+    return found
+
+
+def port_is_free(host: str, port: int) -> bool:
+    """Whether something could listen there now."""
+    with socket.socket() as listener:
+        # As a server would, so that connections that have just closed do not count.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+        except OSError:
+            return False
+        return True
