@@ -1,0 +1,5 @@
+"""``python -m extproc`` is ``baton``."""
+
+from extproc.cli import main
+
+main()

@@ -1,0 +1,30 @@
+"""The admin port: ``/metrics`` for Prometheus, ``/healthz`` for whoever asks whether requests can be served."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from extproc.config import Address
+from extproc.observe.metrics import Metrics
+
+
+async def start(address: Address, metrics: Metrics, status: Callable[[], tuple[bool, dict[str, object]]]) -> web.AppRunner:
+    """Serve until the runner's ``cleanup()``. ``status`` says (ready, what to show). Raises OSError if the port is busy."""
+
+    async def show_metrics(_: web.Request) -> web.Response:
+        return web.Response(body=metrics.render(), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    async def show_health(_: web.Request) -> web.Response:
+        ready, details = status()
+        return web.json_response({"ready": ready, **details}, status=200 if ready else 503)
+
+    app = web.Application()
+    app.add_routes([web.get("/metrics", show_metrics), web.get("/healthz", show_health)])
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    site = web.UnixSite(runner, address.path) if address.path else web.TCPSite(runner, address.host.strip("[]"), address.port)
+    await site.start()
+    return runner

@@ -1,0 +1,70 @@
+"""What the client is told when a request cannot be served: one table of codes, and the OpenAI-shaped body.
+
+Only data and its rendering live here; who raises what is the business of the module that finds the fault.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+
+class Kind(NamedTuple):
+    """HTTP status and OpenAI ``type`` of a code."""
+
+    status: int
+    type: str
+    meaning: str
+
+
+_INVALID = "invalid_request_error"
+_SERVER = "server_error"
+
+CODES: dict[str, Kind] = {
+    "empty_body": Kind(400, _INVALID, "the endpoint needs a JSON body and got none"),
+    "invalid_json": Kind(400, _INVALID, "the body is not JSON in UTF-8, or nested too deeply"),
+    "not_an_object": Kind(400, _INVALID, "the body is JSON but not an object"),
+    "not_found": Kind(404, _INVALID, "an endpoint that controls the engine: never reachable through Baton"),
+    "unsupported_media_type": Kind(415, _INVALID, "the endpoint takes application/json only"),
+    "request_too_large": Kind(413, _INVALID, "the body is over limits.max_body_bytes"),
+    "too_many_requests": Kind(429, "rate_limit_error", "limits.max_streams or prefill.max_concurrent is reached"),
+    "prefill_failed": Kind(502, _SERVER, "the prefill worker answered with an error of its own"),
+    "prefill_unreachable": Kind(502, _SERVER, "no connection to the prefill worker, or it broke"),
+    "handoff_invalid": Kind(502, _SERVER, "the prefill worker's reply holds no usable kv_transfer_params"),
+    "no_prefill_worker": Kind(503, _SERVER, "no prefill worker is live"),
+    "no_decode_worker": Kind(503, _SERVER, "no decode worker is live"),
+    "prefill_timeout": Kind(504, _SERVER, "the prefill took longer than prefill.timeout_s"),
+    "internal_error": Kind(500, _SERVER, "a fault of Baton itself; the log has the request id"),
+}
+
+
+class ApiError(Exception):
+    """A request ends here, with this answer. ``code`` is a key of :data:`CODES`."""
+
+    def __init__(self, code: str, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.param = param
+        self.kind = CODES[code]
+
+    @property
+    def status(self) -> int:
+        """HTTP status."""
+        return self.kind.status
+
+    def body(self) -> bytes:
+        """The answer: ``{"error": {"message", "type", "param", "code"}}``, the shape of the OpenAI API."""
+        error = {"message": self.message, "type": self.kind.type, "param": self.param, "code": self.code}
+        return msgspec.json.encode({"error": error})
+
+
+class RelayedError(Exception):
+    """A worker's own 4xx: the client gets it as it is, status, content type and body."""
+
+    def __init__(self, status: int, content_type: str, body: bytes) -> None:
+        super().__init__(f"worker answered {status}")
+        self.status = status
+        self.content_type = content_type
+        self.body = body

@@ -1,0 +1,1 @@
+"""What Baton sees of the workers, and what it shows of itself."""

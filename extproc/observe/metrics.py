@@ -1,0 +1,64 @@
+"""Baton's own Prometheus metrics. One registry an instance; every fallback and every error has a counter here."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+# Prefill of a few tokens to 1 M tokens; the steps are those of a TTFT SLO.
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_BLOCKS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
+
+
+class Metrics:
+    """Names start with ``baton_``; label values come from fixed sets or the configuration, never from a client."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+        self.requests = Counter(
+            "baton_requests",
+            "Requests by what became of them: handoff, whole, refused, cancelled, or the code of the error",
+            ["treatment", "outcome"],
+            registry=registry,
+        )
+        self.handoffs = Counter(
+            "baton_handoffs",
+            "KV handoffs given to a decode worker",
+            ["connector", "prefill", "decode"],
+            registry=registry,
+        )
+        self.handoff_blocks = Histogram("baton_handoff_blocks", "KV blocks of a handoff", buckets=_BLOCKS, registry=registry)
+        self.whole = Counter(
+            "baton_whole_requests",
+            "Prompts that one worker prefills and decodes, by reason",
+            ["reason"],
+            registry=registry,
+        )
+        self.prefill_seconds = Histogram(
+            "baton_prefill_seconds",
+            "Duration of a prefill call, by outcome",
+            ["outcome"],
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.removed_keys = Counter(
+            "baton_client_keys_removed", "Transfer keys that clients sent and no engine saw", ["key"], registry=registry
+        )
+        self.removed_headers = Counter(
+            "baton_client_headers_removed", "Requests with a routing header that a client sent", registry=registry
+        )
+        self.streams = Gauge("baton_streams", "Requests open, from the headers to the end of the answer", registry=registry)
+        self.prefills_in_flight = Gauge("baton_prefills_in_flight", "Prefill calls in flight", registry=registry)
+        self.endpoint_live = Gauge(
+            "baton_endpoint_live", "1 if the worker answers its health check", ["role", "endpoint"], registry=registry
+        )
+        self.endpoint_in_flight = Gauge(
+            "baton_endpoint_in_flight",
+            "Requests on the worker through this filter",
+            ["role", "endpoint"],
+            registry=registry,
+        )
+        self.draining = Gauge("baton_draining", "1 after SIGTERM", registry=registry)
+
+    def render(self) -> bytes:
+        """The text exposition format."""
+        return generate_latest(self.registry)

@@ -1,0 +1,54 @@
+"""Which workers are live: a GET on each one's health path, on a steady beat."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import aiohttp
+
+from extproc.config import Health
+from extproc.observe.logs import Logger
+from extproc.routing.pool import Endpoint, Pool
+
+
+class Prober:
+    """Sets ``live`` on the endpoints of a pool, and tells when one changes."""
+
+    def __init__(self, pool: Pool, settings: Health, log: Logger, on_change: Callable[[Endpoint], None]) -> None:
+        self._pool = pool
+        self._settings = settings
+        self._log = log
+        self._on_change = on_change
+
+    async def run(self) -> None:
+        """Probe until cancelled."""
+        timeout = aiohttp.ClientTimeout(total=self._settings.timeout_s)
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session, asyncio.TaskGroup() as tasks:
+            for endpoint in self._pool.endpoints:
+                tasks.create_task(self._watch(session, endpoint))
+
+    async def _watch(self, session: aiohttp.ClientSession, endpoint: Endpoint) -> None:
+        good = bad = 0
+        while True:
+            fault = await self._probe(session, endpoint)
+            good, bad = (good + 1, 0) if fault is None else (0, bad + 1)
+            if not endpoint.live and good >= self._settings.healthy_threshold:
+                self._set(endpoint, live=True, fault=None)
+            elif endpoint.live and bad >= self._settings.unhealthy_threshold:
+                self._set(endpoint, live=False, fault=fault)
+            await asyncio.sleep(self._settings.interval_s)
+
+    async def _probe(self, session: aiohttp.ClientSession, endpoint: Endpoint) -> str | None:
+        """None if the worker is well, else what is wrong."""
+        try:
+            async with session.get(f"http://{endpoint.address}{self._settings.path}") as response:
+                return None if response.status == 200 else f"status {response.status}"
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            return f"{type(error).__name__}: {error}"
+
+    def _set(self, endpoint: Endpoint, *, live: bool, fault: str | None) -> None:
+        endpoint.live = live
+        self._log.info("endpoint", role=endpoint.role.value, endpoint=endpoint.address, live=live, fault=fault)
+        self._on_change(endpoint)

@@ -1,0 +1,187 @@
+"""The process: gRPC server, health, admin port, drain. Start-up, main loop and shutdown read top to bottom."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from functools import partial
+from pathlib import Path
+
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from extproc import __version__, admin, wire, xds
+from extproc.config import Address, Config
+from extproc.filter import Filter
+from extproc.handoff.nixl_pull import NixlPull
+from extproc.observe.logs import Logger
+from extproc.observe.metrics import Metrics
+from extproc.observe.probe import Prober
+from extproc.prefill import PrefillClient
+from extproc.routing.picker import RoundRobin
+from extproc.routing.pool import Endpoint, Pool, Role
+
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+# gRPC health services. Alive: the process runs. Accepting: it takes requests (Envoy asks this one, so that a client learns
+# from our own 503 which pool is empty). Ready: it can serve a prompt.
+_ALIVE = ("liveness",)
+_ACCEPTING = (wire.SERVICE_NAME,)
+_READY = ("", "readiness")
+
+_GRPC_SLACK_BYTES = 1 << 20
+"""What a message holds beside the body."""
+
+_SPARE_STREAMS = 1_000
+"""Room above limits.max_streams, in which the filter itself says 429 instead of gRPC cutting the stream."""
+
+
+class Server:
+    """One filter process."""
+
+    def __init__(self, config: Config, log: Logger) -> None:
+        self._config = config
+        self._log = log
+        self._metrics = Metrics()
+        self._pool = Pool(config.workers.prefill, config.workers.decode)
+        self._health = health.aio.HealthServicer()
+        self._draining = False
+        self._stop = asyncio.Event()
+        self._cut = asyncio.Event()
+        self._pending: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        """Serve until SIGTERM or SIGINT, then drain. Raises OSError if an address cannot be used."""
+        config = self._config
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+        self._write_endpoints()
+        self._expose_pool()
+        async with PrefillClient(config.prefill) as prefill:
+            filter_ = Filter(
+                pool=self._pool,
+                picker=RoundRobin(),
+                connector=NixlPull(),
+                prefill=prefill,
+                limits=config.limits,
+                metrics=self._metrics,
+                log=self._log,
+            )
+            self._metrics.streams.set_function(lambda: filter_.open_streams)
+            server = await self._start_grpc(filter_)
+            runner = await admin.start(Address.parse(config.admin), self._metrics, self._status)
+            prober = asyncio.create_task(Prober(self._pool, config.health, self._log, self._on_endpoint_change).run())
+            self._log.info(
+                "serving", version=__version__, listen=config.listen, admin=config.admin, prefill_via=config.prefill.via
+            )
+            try:
+                await self._stop.wait()
+                await self._drain(server, filter_)
+            finally:
+                prober.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await prober
+                await runner.cleanup()
+                await server.stop(None)
+        self._log.info("stopped")
+
+    async def _start_grpc(self, filter_: Filter) -> grpc.aio.Server:
+        limits = self._config.limits
+        message_bytes = limits.max_body_bytes + _GRPC_SLACK_BYTES
+        server = grpc.aio.server(
+            maximum_concurrent_rpcs=limits.max_streams + _SPARE_STREAMS,
+            options=[
+                ("grpc.max_receive_message_length", message_bytes),
+                ("grpc.max_send_message_length", message_bytes),
+                ("grpc.max_concurrent_streams", limits.max_streams + _SPARE_STREAMS),
+                # gRPC's own overload guard refuses a burst of a few thousand streams.
+                ("grpc.server.max_pending_requests", limits.max_streams + _SPARE_STREAMS),
+                ("grpc.server.max_pending_requests_hard_limit", limits.max_streams + _SPARE_STREAMS),
+                # Envoy's keepalive pings must not end in GOAWAY "too_many_pings" during a long prefill.
+                ("grpc.http2.min_recv_ping_interval_without_data_ms", 0),
+                ("grpc.http2.max_ping_strikes", 0),
+                ("grpc.keepalive_permit_without_calls", 1),
+                # A busy port is an error, not a second server behind it.
+                ("grpc.so_reuseport", 0),
+            ],
+        )
+        wire.register(server, filter_.handle)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        address = Address.parse(self._config.listen)
+        if address.path:
+            Path(address.path).parent.mkdir(parents=True, exist_ok=True)
+        try:
+            server.add_insecure_port(str(address))
+        except RuntimeError as error:
+            raise OSError(f"listen: {address}: {error}") from error
+        await self._publish_health()
+        await server.start()
+        return server
+
+    def _write_endpoints(self) -> None:
+        if self._config.envoy.eds_dir is None:
+            return
+        directory = Path(self._config.envoy.eds_dir)
+        for role, addresses in (
+            (Role.PREFILL, self._config.workers.prefill),
+            (Role.DECODE, self._config.workers.decode),
+        ):
+            xds.write_endpoints(directory, role.value, addresses)
+        self._log.info("endpoints_written", directory=str(directory))
+
+    def _expose_pool(self) -> None:
+        for endpoint in self._pool.endpoints:
+            labels = (endpoint.role.value, endpoint.address)
+            self._metrics.endpoint_live.labels(*labels).set_function(partial(getattr, endpoint, "live"))
+            self._metrics.endpoint_in_flight.labels(*labels).set_function(partial(getattr, endpoint, "in_flight"))
+
+    def _status(self) -> tuple[bool, dict[str, object]]:
+        live = {role.value: [endpoint.address for endpoint in self._pool.live(role)] for role in Role}
+        return self._pool.ready() and not self._draining, {"draining": self._draining, "live": live}
+
+    def _on_endpoint_change(self, _: Endpoint) -> None:
+        task = asyncio.create_task(self._publish_health())
+        self._pending.add(task)
+        task.add_done_callback(self._pending.discard)
+
+    async def _publish_health(self) -> None:
+        ready, _ = self._status()
+        for services, serving in ((_ALIVE, True), (_ACCEPTING, not self._draining), (_READY, ready)):
+            for service in services:
+                await self._health.set(service, _SERVING if serving else _NOT_SERVING)
+
+    def _on_signal(self) -> None:
+        (self._cut if self._stop.is_set() else self._stop).set()
+
+    async def _drain(self, server: grpc.aio.Server, filter_: Filter) -> None:
+        drain = self._config.drain
+        self._draining = True
+        self._metrics.draining.set(1)
+        await self._publish_health()
+        self._log.info("draining", open_streams=filter_.open_streams, delay_s=drain.delay_s, timeout_s=drain.timeout_s)
+
+        async def finish() -> None:
+            # Requests that Envoy sends before it has seen the health change are served like any other.
+            await asyncio.sleep(drain.delay_s)
+            await server.stop(drain.timeout_s)
+
+        finished = asyncio.create_task(finish())
+        cut = asyncio.create_task(self._cut.wait())  # a second signal: whoever sends it does not want to wait
+        await asyncio.wait((finished, cut), return_when=asyncio.FIRST_COMPLETED)
+        for task in (finished, cut):
+            task.cancel()
+        if filter_.open_streams:
+            self._log.warning("drain_cut_short", cut_streams=filter_.open_streams)
+
+
+def run(config: Config, log: Logger) -> None:
+    """Serve until told to stop, on uvloop. Raises OSError if an address cannot be used."""
+    import uvloop
+
+    async def main() -> None:
+        await Server(config, log).run()
+
+    uvloop.run(main())

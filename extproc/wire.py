@@ -1,0 +1,229 @@
+"""The only file that touches Envoy's protobuf messages: plain Python in, plain Python out.
+
+Events are what Envoy tells us about one HTTP request, replies what we answer. What they mean is the business of filter.py.
+The messages are the C-backed classes of xds-protos; reading one costs microseconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import grpc.aio
+import msgspec
+from envoy.config.core.v3 import base_pb2
+from envoy.extensions.filters.http.ext_proc.v3 import processing_mode_pb2
+from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
+from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as pb_grpc
+from envoy.type.v3 import http_status_pb2
+
+from extproc.headers import DESTINATION_HEADER, LB_NAMESPACE
+
+SERVICE_NAME = "envoy.service.ext_proc.v3.ExternalProcessor"
+
+_BUFFERED = processing_mode_pb2.ProcessingMode.BUFFERED
+_OVERWRITE = base_pb2.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
+
+
+class RequestHeaders(msgspec.Struct, frozen=True):
+    """The start of a request. ``headers`` has lower-case names; a repeated header is joined with a comma."""
+
+    headers: dict[str, str]
+    end_of_stream: bool
+    """No body follows."""
+
+
+class RequestBody(msgspec.Struct, frozen=True):
+    """The whole request body."""
+
+    body: bytes
+
+
+class RequestTrailers(msgspec.Struct, frozen=True):
+    """The request's trailers; we need nothing of them."""
+
+
+class ResponseHeaders(msgspec.Struct, frozen=True):
+    """The start of the answer (only where the mesh sends it)."""
+
+
+class ResponseBody(msgspec.Struct, frozen=True):
+    """A piece of the answer (only where the mesh sends it)."""
+
+
+class ResponseTrailers(msgspec.Struct, frozen=True):
+    """The end of the answer."""
+
+
+Event = RequestHeaders | RequestBody | RequestTrailers | ResponseHeaders | ResponseBody | ResponseTrailers
+
+
+class Mutation(msgspec.Struct, frozen=True):
+    """What changes in the request on its way to the worker."""
+
+    set_headers: Mapping[str, str] = {}
+    remove_headers: tuple[str, ...] = ()
+    body: bytes | None = None
+    """The new body; None leaves it as it is."""
+    destination: str | None = None
+    """``ip:port`` of the worker that gets the request: header and dynamic metadata alike."""
+
+
+class Immediate(msgspec.Struct, frozen=True):
+    """An answer to the client in the worker's place."""
+
+    status: int
+    body: bytes
+    code: str
+    """Ends up in Envoy's response code details."""
+    content_type: str = "application/json"
+
+
+class UnsupportedModeError(Exception):
+    """Envoy is configured in a way this filter does not speak."""
+
+
+def read_event(request: Any) -> Event:
+    """ProcessingRequest -> Event. Raises UnsupportedModeError for a body mode other than BUFFERED."""
+    kind = request.WhichOneof("request")
+    if kind == "request_headers":
+        message = request.request_headers
+        mode = request.protocol_config.request_body_mode if request.HasField("protocol_config") else _BUFFERED
+        if mode != _BUFFERED and not message.end_of_stream:
+            name = processing_mode_pb2.ProcessingMode.BodySendMode.Name(mode)
+            raise UnsupportedModeError(f"request_body_mode is {name}; Baton needs BUFFERED")
+        return RequestHeaders(_headers(message.headers), message.end_of_stream)
+    if kind == "request_body":
+        return RequestBody(request.request_body.body)
+    simple = _SIMPLE_EVENTS.get(kind)
+    if simple is None:
+        raise UnsupportedModeError(f"a message of kind {kind!r}")
+    return simple
+
+
+_SIMPLE_EVENTS: dict[str | None, Event] = {
+    "request_trailers": RequestTrailers(),
+    "response_headers": ResponseHeaders(),
+    "response_body": ResponseBody(),
+    "response_trailers": ResponseTrailers(),
+}
+
+
+def _headers(header_map: Any) -> dict[str, str]:
+    headers: dict[str, str] = {}
+    for header in header_map.headers:
+        # Newer Envoys fill raw_value, older ones value. A byte that is not UTF-8 must not end the request.
+        value = header.raw_value.decode("utf-8", "replace") if header.raw_value else header.value
+        name = header.key.lower()
+        headers[name] = f"{headers[name]},{value}" if name in headers else value
+    return headers
+
+
+def headers_reply(mutation: Mutation) -> Any:
+    """The answer to RequestHeaders: go on, with these changes."""
+    reply = pb.ProcessingResponse()
+    _fill(reply, reply.request_headers, mutation)
+    return reply
+
+
+def body_reply(mutation: Mutation) -> Any:
+    """The answer to RequestBody: go on, with these changes."""
+    reply = pb.ProcessingResponse()
+    _fill(reply, reply.request_body, mutation)
+    return reply
+
+
+def _fill(reply: Any, phase: Any, mutation: Mutation) -> None:
+    # Without this an empty phase would not count as set, and Envoy would call the reply spurious.
+    phase.SetInParent()
+    common = phase.response
+    headers = dict(mutation.set_headers)
+    if mutation.body is not None:
+        common.body_mutation.body = mutation.body
+        # In BUFFERED mode Envoy refuses a body of another length than the header says.
+        headers["content-length"] = str(len(mutation.body))
+    if mutation.destination is not None:
+        headers[DESTINATION_HEADER] = mutation.destination
+        metadata = reply.dynamic_metadata.fields[LB_NAMESPACE].struct_value
+        metadata.fields[DESTINATION_HEADER].string_value = mutation.destination
+    for name, value in headers.items():
+        option = common.header_mutation.set_headers.add(append_action=_OVERWRITE)
+        option.header.key = name
+        option.header.raw_value = value.encode()
+    common.header_mutation.remove_headers.extend(mutation.remove_headers)
+
+
+def immediate_reply(answer: Immediate) -> Any:
+    """An answer to the client; the request ends here."""
+    reply = pb.ProcessingResponse()
+    immediate = reply.immediate_response
+    immediate.status.CopyFrom(http_status_pb2.HttpStatus(code=answer.status))
+    immediate.body = answer.body
+    immediate.details = f"baton_{answer.code}"
+    option = immediate.headers.set_headers.add(append_action=_OVERWRITE)
+    option.header.key = "content-type"
+    option.header.raw_value = answer.content_type.encode()
+    return reply
+
+
+def go_on(event: Event) -> Any:
+    """The answer to an event that changes nothing."""
+    reply = pb.ProcessingResponse()
+    getattr(reply, _REPLY_FIELDS[type(event)]).SetInParent()
+    return reply
+
+
+_REPLY_FIELDS: dict[type[Event], str] = {
+    RequestHeaders: "request_headers",
+    RequestBody: "request_body",
+    RequestTrailers: "request_trailers",
+    ResponseHeaders: "response_headers",
+    ResponseBody: "response_body",
+    ResponseTrailers: "response_trailers",
+}
+
+
+class Stream:
+    """One ext_proc stream: Envoy's events in order, and our replies."""
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+        self._read: asyncio.Task[Any] | None = None
+
+    async def stirs(self) -> None:
+        """Wait until there is something to receive, and leave it there. Whoever stops waiting loses nothing."""
+        if self._read is None:
+            self._read = asyncio.ensure_future(self._context.read())
+        await asyncio.wait((self._read,))
+
+    async def receive(self) -> Event | None:
+        """The next event; None when Envoy has closed its side."""
+        read, self._read = self._read, None
+        message = await (read if read is not None else self._context.read())
+        return None if message is grpc.aio.EOF else read_event(message)
+
+    async def send(self, reply: Any) -> None:
+        """Send one reply, made by the functions of this module."""
+        await self._context.write(reply)
+
+    def close(self) -> None:
+        """Give up a read that nobody waits for any more."""
+        if self._read is not None:
+            self._read.cancel()
+
+
+def register(server: Any, handle: Callable[[Stream], Awaitable[None]]) -> None:
+    """Let ``handle`` serve every ext_proc stream of a grpc.aio server."""
+
+    class Servicer(pb_grpc.ExternalProcessorServicer):  # type: ignore[misc]
+        async def Process(self, _request_iterator: Any, context: Any) -> None:  # noqa: N802
+            stream = Stream(context)
+            try:
+                await handle(stream)
+            except UnsupportedModeError as error:
+                await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+            finally:
+                stream.close()
+
+    pb_grpc.add_ExternalProcessorServicer_to_server(Servicer(), server)
