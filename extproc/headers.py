@@ -25,3 +25,9 @@ ROUTING_HEADERS: Final[tuple[str, ...]] = (
     "x-kv-cache-source-host-port",
 )
 """Headers with which a client could choose workers or sources of KV blocks. Only the filter may set them."""
+
+ORIGIN_HEADER: Final = "x-baton-origin"
+"""On the prefill listener, Envoy's own replies carry it with the value ``envoy``; a worker's answer never does."""
+
+FILTER_REPLY_DETAILS: Final = "baton"
+"""What ``ImmediateResponse.details`` must start with: Envoy then passes the filter's body on as it is."""

@@ -1,0 +1,686 @@
+"""Envoy's bootstrap, made from our configuration: ``build`` gives typed messages, ``render`` commented YAML of them.
+
+Pure: no I/O. Every setting that is not obvious has its reason in ``_COMMENTS``, which ``render`` puts beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from ipaddress import IPv4Address, IPv6Address, ip_address
+from pathlib import Path
+from typing import Any
+
+import betterproto2
+from envoy_data_plane.envoy.config.accesslog import v3 as accesslog
+from envoy_data_plane.envoy.config.bootstrap import v3 as bootstrap
+from envoy_data_plane.envoy.config.cluster import v3 as cluster
+from envoy_data_plane.envoy.config.common.mutation_rules import v3 as mutation_rules
+from envoy_data_plane.envoy.config.core import v3 as core
+from envoy_data_plane.envoy.config.endpoint import v3 as endpoint
+from envoy_data_plane.envoy.config.listener import v3 as listener
+from envoy_data_plane.envoy.config.metrics import v3 as metrics
+from envoy_data_plane.envoy.config.overload import v3 as overload
+from envoy_data_plane.envoy.config.route import v3 as route
+from envoy_data_plane.envoy.extensions.access_loggers.filters.cel import v3 as cel
+from envoy_data_plane.envoy.extensions.access_loggers.stats import v3 as stats
+from envoy_data_plane.envoy.extensions.access_loggers.stream import v3 as stream
+from envoy_data_plane.envoy.extensions.filters.http.ext_proc import v3 as ext_proc
+from envoy_data_plane.envoy.extensions.filters.http.router import v3 as router
+from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager import v3 as hcm
+from envoy_data_plane.envoy.extensions.http.early_header_mutation.header_mutation import v3 as early
+from envoy_data_plane.envoy.extensions.load_balancing_policies.override_host import v3 as override_host
+from envoy_data_plane.envoy.extensions.load_balancing_policies.round_robin import v3 as round_robin
+from envoy_data_plane.envoy.extensions.load_balancing_policies.subset import v3 as subset
+from envoy_data_plane.envoy.extensions.resource_monitors.downstream_connections import v3 as downstream_connections
+from envoy_data_plane.envoy.extensions.upstreams.http import v3 as upstreams
+from envoy_data_plane.envoy.type import v3 as types
+from envoy_data_plane.envoy.type.matcher import v3 as matcher
+from envoy_data_plane.envoy.type.metadata import v3 as metadata
+from envoy_data_plane.google import protobuf
+
+from extproc.config import Address, Config, ConfigError, Envoy, Prefill, Workers
+from extproc.headers import (
+    DESTINATION_HEADER,
+    FILTER_REPLY_DETAILS,
+    KV_TRANSFER_HEADER,
+    LB_NAMESPACE,
+    ORIGIN_HEADER,
+    ROUTING_HEADERS,
+)
+from extproc.xds import endpoints_file
+
+RUN_DIRECTORY = "/run/baton"
+
+EXAMPLE = Config(
+    # The workers come from endpoint files: no address of theirs is in the rendered text.
+    workers=Workers(prefill=["127.0.0.1:8100"], decode=["127.0.0.1:8200"]),
+    listen=f"unix:{RUN_DIRECTORY}/extproc.sock",
+    prefill=Prefill(via=f"unix:{RUN_DIRECTORY}/prefill.sock"),
+    envoy=Envoy(eds_dir=f"{RUN_DIRECTORY}/eds"),
+)
+"""What ``envoy/envoy.yaml`` is rendered from."""
+
+DECODE_CLUSTER = "decode"
+PREFILL_CLUSTER = "prefill"
+EXTPROC_CLUSTER = "extproc"
+
+_CONNECT_TIMEOUT = timedelta(seconds=2)
+_CONNECTION_BUFFER_BYTES = 1 << 20
+_MAX_CONNECTIONS = 100_000
+_HEADERS_TIMEOUT = timedelta(seconds=10)
+# uvicorn, which serves vLLM, closes a connection that was idle for 5 s.
+_WORKER_IDLE_TIMEOUT = timedelta(seconds=4)
+_EXTPROC_SLACK_S = 30.0
+_RETRY_ON = "connect-failure,refused-stream,reset-before-request"
+# Envoy refuses a regular expression of more than 100 RE2 instructions, about one a character: no room for many more.
+_MUTABLE_HEADERS = ("content-length", "x-request-id", DESTINATION_HEADER, KV_TRANSFER_HEADER, "x-data-parallel-rank")
+_SERVED_KEY = f"{DESTINATION_HEADER}-served"
+_SOCKET_MODE = 0o660
+_BUCKETS_MS = (
+    *(5, 10, 25, 50, 75, 100, 150, 200, 300, 400, 500, 750, 1000, 1500, 2000, 3000, 5000, 7500),
+    *(10_000, 15_000, 20_000, 30_000, 60_000, 120_000, 300_000, 600_000),
+)
+
+
+@dataclass(frozen=True)
+class _LocalReply:
+    """One row of the table of Envoy's own replies: which ones (a CEL expression) and what the client reads."""
+
+    when: str
+    code: str
+    message: str
+    type: str
+
+
+_INVALID, _SERVER = "invalid_request_error", "server_error"
+
+_LOCAL_REPLIES = (
+    _LocalReply(
+        "response.code == 504 && response.code_details.startsWith('ext_proc')",
+        "timeout",
+        "The request was not handed to a worker in time.",
+        _SERVER,
+    ),
+    _LocalReply(
+        "response.code_details.startsWith('ext_proc')",
+        "filter_unavailable",
+        "The routing service is unavailable. Try again.",
+        _SERVER,
+    ),
+    _LocalReply("response.code == 404", "not_found", "There is nothing at this path.", _INVALID),
+    _LocalReply("response.code == 408", "timeout", "The request did not arrive in time.", _INVALID),
+    _LocalReply("response.code == 413", "request_too_large", "The request body is too large.", _INVALID),
+    _LocalReply("response.code == 431", "headers_too_large", "The request headers are too large.", _INVALID),
+    _LocalReply("response.code >= 400 && response.code < 500", "bad_request", "The request is not valid.", _INVALID),
+    _LocalReply(
+        "response.code == 502 || response.code == 503",
+        "upstream_unavailable",
+        "The worker could not be reached, or closed the connection before it answered.",
+        _SERVER,
+    ),
+    _LocalReply("response.code == 504", "timeout", "The worker did not answer in time.", _SERVER),
+    _LocalReply("response.code >= 500", "internal_error", "The gateway failed.", _SERVER),
+)
+
+
+def build(config: Config) -> bootstrap.Bootstrap:
+    """The whole bootstrap. Raises ConfigError where an address cannot be used by Envoy."""
+    loopback = None if config.prefill.via == "direct" else Address.parse(config.prefill.via)
+    eds_directory = Path(config.envoy.eds_dir or f"{RUN_DIRECTORY}/eds")
+    listeners = [_front(config)]
+    clusters = [_workers(DECODE_CLUSTER, eds_directory, _PIN_BY_METADATA)]
+    if loopback is not None:
+        listeners.append(_prefill_loop(config, loopback))
+        clusters.append(_workers(PREFILL_CLUSTER, eds_directory, _PIN_BY_HEADER))
+    clusters.append(_extproc(config))
+    return bootstrap.Bootstrap(
+        node=core.Node(id="baton", cluster="baton"),
+        admin=bootstrap.Admin(address=_listen_address("envoy.admin", Address.parse(config.envoy.admin), loopback_only=True)),
+        static_resources=bootstrap.BootstrapStaticResources(listeners=listeners, clusters=clusters),
+        stats_config=_stats_config(),
+        overload_manager=_overload_manager(config),
+    )
+
+
+# --- the listener that clients connect to -----------------------------------------------------------------------------
+
+
+def _front(config: Config) -> listener.Listener:
+    connections = hcm.HttpConnectionManager(
+        stat_prefix="front",
+        codec_type=hcm.HttpConnectionManagerCodecType.AUTO,
+        access_log=[_access_log(), _stats_log()],
+        use_remote_address=True,
+        generate_request_id=True,
+        preserve_external_request_id=True,
+        always_set_request_id_in_response=True,
+        normalize_path=True,
+        merge_slashes=True,
+        path_with_escaped_slashes_action=hcm.HttpConnectionManagerPathWithEscapedSlashesAction.UNESCAPE_AND_FORWARD,
+        common_http_protocol_options=core.HttpProtocolOptions(
+            headers_with_underscores_action=core.HttpProtocolOptionsHeadersWithUnderscoresAction.DROP_HEADER,
+        ),
+        request_headers_timeout=_HEADERS_TIMEOUT,
+        stream_idle_timeout=_seconds(config.envoy.idle_timeout_s),
+        early_header_mutation_extensions=[_strip_routing_headers()],
+        local_reply_config=_local_replies(),
+        route_config=_routes(_decode_route(config)),
+        http_filters=[_ext_proc_filter(config), _router()],
+    )
+    return _listener("front", _listen_address("envoy.listen", Address.parse(config.envoy.listen)), connections)
+
+
+def _strip_routing_headers() -> core.TypedExtensionConfig:
+    mutations = [mutation_rules.HeaderMutation(remove=name) for name in ROUTING_HEADERS]
+    return _extension("envoy.http.early_header_mutation.header_mutation", early.HeaderMutation(mutations=mutations))
+
+
+def _local_replies() -> hcm.LocalReplyConfig:
+    own = hcm.ResponseMapper(
+        filter=_cel(f"response.code_details.startsWith('{FILTER_REPLY_DETAILS}')"),
+        body_format_override=_json_text("%LOCAL_REPLY_BODY%"),
+    )
+    return hcm.LocalReplyConfig(mappers=[own, *(_local_reply(row) for row in _LOCAL_REPLIES)])
+
+
+def _local_reply(row: _LocalReply) -> hcm.ResponseMapper:
+    body = {"error": {"message": row.message, "type": row.type, "param": None, "code": row.code}}
+    return hcm.ResponseMapper(filter=_cel(row.when), body_format_override=_json_text(json.dumps(body)))
+
+
+def _json_text(text: str) -> core.SubstitutionFormatString:
+    return core.SubstitutionFormatString(
+        text_format_source=core.DataSource(inline_string=text), content_type="application/json"
+    )
+
+
+def _decode_route(config: Config) -> route.Route:
+    debug = [
+        _set_header(KV_TRANSFER_HEADER, f"%REQ({KV_TRANSFER_HEADER})%"),
+        _set_header("x-decode-endpoint", "%UPSTREAM_HOST%"),
+    ]
+    return route.Route(
+        name=DECODE_CLUSTER,
+        match=route.RouteMatch(prefix="/"),
+        request_body_buffer_limit=config.limits.max_body_bytes,
+        response_headers_to_add=debug if config.envoy.debug_headers else [],
+        route=route.RouteAction(
+            cluster=DECODE_CLUSTER,
+            timeout=timedelta(0),
+            idle_timeout=_seconds(config.envoy.idle_timeout_s),
+            retry_policy=_retry_policy(),
+        ),
+    )
+
+
+def _ext_proc_filter(config: Config) -> hcm.HttpFilter:
+    send, skip = ext_proc.ProcessingModeHeaderSendMode.SEND, ext_proc.ProcessingModeHeaderSendMode.SKIP
+    mode = ext_proc.ProcessingMode(
+        request_header_mode=send,
+        request_body_mode=ext_proc.ProcessingModeBodySendMode.BUFFERED,
+        request_trailer_mode=skip,
+        response_header_mode=skip,
+        response_body_mode=ext_proc.ProcessingModeBodySendMode.NONE,
+        response_trailer_mode=send,
+    )
+    service = core.GrpcService(
+        envoy_grpc=core.GrpcServiceEnvoyGrpc(cluster_name=EXTPROC_CLUSTER),
+        retry_policy=core.RetryPolicy(retry_on="connect-failure,refused-stream,unavailable", num_retries=2),
+    )
+    return _http_filter(
+        "envoy.filters.http.ext_proc",
+        ext_proc.ExternalProcessor(
+            grpc_service=service,
+            processing_mode=mode,
+            message_timeout=_seconds(config.prefill.timeout_s + _EXTPROC_SLACK_S),
+            status_on_error=types.HttpStatus(code=types.StatusCode.ServiceUnavailable),
+            metadata_options=ext_proc.MetadataOptions(
+                receiving_namespaces=ext_proc.MetadataOptionsMetadataNamespaces(untyped=[LB_NAMESPACE])
+            ),
+            mutation_rules=_mutation_rules(),
+        ),
+    )
+
+
+def _mutation_rules() -> mutation_rules.HeaderMutationRules:
+    return mutation_rules.HeaderMutationRules(
+        disallow_all=True,
+        allow_expression=matcher.RegexMatcher(regex="|".join(_MUTABLE_HEADERS)),
+        disallow_is_error=True,
+    )
+
+
+# --- the listener that only the filter connects to --------------------------------------------------------------------
+
+
+def _prefill_loop(config: Config, address: Address) -> listener.Listener:
+    origin = _set_header(ORIGIN_HEADER, "envoy")
+    prefill = route.Route(
+        name=PREFILL_CLUSTER,
+        match=route.RouteMatch(prefix="/"),
+        request_body_buffer_limit=config.limits.max_body_bytes,
+        request_headers_to_remove=[DESTINATION_HEADER],
+        response_headers_to_remove=[ORIGIN_HEADER],
+        route=route.RouteAction(
+            cluster=PREFILL_CLUSTER,
+            timeout=_seconds(config.prefill.timeout_s),
+            idle_timeout=timedelta(0),
+            retry_policy=_retry_policy(),
+        ),
+    )
+    connections = hcm.HttpConnectionManager(
+        stat_prefix="prefill_loop",
+        generate_request_id=False,
+        stream_idle_timeout=timedelta(0),
+        local_reply_config=hcm.LocalReplyConfig(
+            mappers=[hcm.ResponseMapper(filter=_cel("response.code >= 100"), headers_to_add=[origin])]
+        ),
+        route_config=_routes(prefill),
+        http_filters=[_router()],
+    )
+    bind = _listen_address("prefill.via", address, loopback_only=True)
+    return _listener("prefill_loop", bind, connections, internal=True)
+
+
+# --- clusters ---------------------------------------------------------------------------------------------------------
+
+
+def _lb_metadata(key: str) -> metadata.MetadataKey:
+    return metadata.MetadataKey(key=LB_NAMESPACE, path=[metadata.MetadataKeyPathSegment(key=key)])
+
+
+_PIN_BY_METADATA = override_host.OverrideHostOverrideHostSource(metadata=_lb_metadata(DESTINATION_HEADER))
+_PIN_BY_HEADER = override_host.OverrideHostOverrideHostSource(header=DESTINATION_HEADER)
+
+
+def _workers(name: str, eds_directory: Path, pin: override_host.OverrideHostOverrideHostSource) -> cluster.Cluster:
+    source = core.PathConfigSource(
+        path=str(endpoints_file(eds_directory, name)),
+        watched_directory=core.WatchedDirectory(path=str(eds_directory)),
+    )
+    protocol = upstreams.HttpProtocolOptions(
+        common_http_protocol_options=core.HttpProtocolOptions(idle_timeout=_WORKER_IDLE_TIMEOUT),
+        explicit_http_config=upstreams.HttpProtocolOptionsExplicitHttpConfig(http_protocol_options=core.Http1ProtocolOptions()),
+    )
+    return cluster.Cluster(
+        name=name,
+        type=cluster.ClusterDiscoveryType.EDS,
+        connect_timeout=_CONNECT_TIMEOUT,
+        per_connection_buffer_limit_bytes=_CONNECTION_BUFFER_BYTES,
+        eds_cluster_config=cluster.ClusterEdsClusterConfig(
+            eds_config=core.ConfigSource(resource_api_version=core.ApiVersion.V3, path_config_source=source)
+        ),
+        load_balancing_policy=_exact_pin(pin),
+        circuit_breakers=_no_circuit_breaker(),
+        upstream_connection_options=cluster.UpstreamConnectionOptions(tcp_keepalive=_keepalive()),
+        typed_extension_protocol_options=_protocol(protocol),
+    )
+
+
+def _exact_pin(pin: override_host.OverrideHostOverrideHostSource) -> cluster.LoadBalancingPolicy:
+    nobody = subset.Subset(
+        fallback_policy=subset.SubsetLbSubsetFallbackPolicy.NO_FALLBACK,
+        subset_lb_policy=_policy("envoy.load_balancing_policies.round_robin", round_robin.RoundRobin()),
+    )
+    return _policy(
+        "envoy.load_balancing_policies.override_host",
+        override_host.OverrideHost(
+            override_host_sources=[pin],
+            selected_host_key=_lb_metadata(_SERVED_KEY),
+            fallback_policy=_policy("envoy.load_balancing_policies.subset", nobody),
+        ),
+    )
+
+
+def _extproc(config: Config) -> cluster.Cluster:
+    address = _dial(Address.parse(config.listen))
+    named = bool(address.host) and _ip(address) is None
+    protocol = upstreams.HttpProtocolOptions(
+        explicit_http_config=upstreams.HttpProtocolOptionsExplicitHttpConfig(http2_protocol_options=core.Http2ProtocolOptions())
+    )
+    check = core.HealthCheck(
+        timeout=timedelta(seconds=1),
+        interval=timedelta(seconds=2),
+        unhealthy_threshold=2,
+        healthy_threshold=1,
+        grpc_health_check=core.HealthCheckGrpcHealthCheck(service_name="envoy.service.ext_proc.v3.ExternalProcessor"),
+    )
+    target = endpoint.LbEndpoint(endpoint=endpoint.Endpoint(address=_address(address)))
+    return cluster.Cluster(
+        name=EXTPROC_CLUSTER,
+        type=cluster.ClusterDiscoveryType.STRICT_DNS if named else cluster.ClusterDiscoveryType.STATIC,
+        connect_timeout=_CONNECT_TIMEOUT,
+        load_assignment=endpoint.ClusterLoadAssignment(
+            cluster_name=EXTPROC_CLUSTER, endpoints=[endpoint.LocalityLbEndpoints(lb_endpoints=[target])]
+        ),
+        health_checks=[check],
+        common_lb_config=cluster.ClusterCommonLbConfig(healthy_panic_threshold=types.Percent(value=0.0)),
+        circuit_breakers=_no_circuit_breaker(),
+        typed_extension_protocol_options=_protocol(protocol),
+    )
+
+
+def _no_circuit_breaker() -> cluster.CircuitBreakers:
+    threshold = cluster.CircuitBreakersThresholds(
+        max_connections=_MAX_CONNECTIONS,
+        max_pending_requests=_MAX_CONNECTIONS,
+        max_requests=_MAX_CONNECTIONS,
+        max_retries=_MAX_CONNECTIONS,
+    )
+    return cluster.CircuitBreakers(thresholds=[threshold])
+
+
+# --- logs and statistics ----------------------------------------------------------------------------------------------
+
+_TTFT_MS = "%COMMON_DURATION(DS_RX_BEG:US_RX_BODY_BEG:ms)%"
+_GENERATION_MS = "%COMMON_DURATION(US_RX_BODY_BEG:US_RX_END:ms)%"
+
+_HISTOGRAMS = {"ttft_ms": _TTFT_MS, "generation_ms": _GENERATION_MS}
+
+_LOG_FIELDS = {
+    "time": "%START_TIME%",
+    "request_id": "%REQ(x-request-id)%",
+    "client": "%DOWNSTREAM_REMOTE_ADDRESS_WITHOUT_PORT%",
+    "protocol": "%PROTOCOL%",
+    "method": "%REQ(:method)%",
+    "path": "%REQ(:path)%",
+    "status": "%RESPONSE_CODE%",
+    "flags": "%RESPONSE_FLAGS%",
+    "details": "%RESPONSE_CODE_DETAILS%",
+    "decode": "%UPSTREAM_HOST%",
+    "kv_transfer": f"%REQ({KV_TRANSFER_HEADER})%",
+    "attempts": "%UPSTREAM_REQUEST_ATTEMPT_COUNT%",
+    "bytes_received": "%BYTES_RECEIVED%",
+    "bytes_sent": "%BYTES_SENT%",
+    "held_ms": "%COMMON_DURATION(DS_RX_END:US_TX_BEG:ms)%",
+    "ttft_ms": _TTFT_MS,
+    "generation_ms": _GENERATION_MS,
+    "duration_ms": "%DURATION%",
+}
+
+
+def _access_log() -> accesslog.AccessLog:
+    log_format = core.SubstitutionFormatString(json_format=protobuf.Struct.from_dict(_LOG_FIELDS))
+    return accesslog.AccessLog(
+        name="envoy.access_loggers.stdout",
+        typed_config=protobuf.Any.pack(stream.StdoutAccessLog(log_format=log_format)),
+    )
+
+
+def _stats_log() -> accesslog.AccessLog:
+    whole = "response.code_details == 'via_upstream'"
+    streamed = "response.headers['content-type'].startsWith('text/event-stream')"
+    histograms = [
+        stats.ConfigHistogram(stat=stats.ConfigStat(name=name), unit=stats.ConfigHistogramUnit.Milliseconds, value_format=value)
+        for name, value in _HISTOGRAMS.items()
+    ]
+    return accesslog.AccessLog(
+        name="envoy.access_loggers.stats",
+        filter=_cel(f"{whole} && {streamed}"),
+        typed_config=protobuf.Any.pack(stats.Config(stats_scope=types.Scope(prefix="baton"), histograms=histograms)),
+    )
+
+
+def _stats_config() -> metrics.StatsConfig:
+    settings = metrics.HistogramBucketSettings(
+        match=matcher.StringMatcher(prefix="baton."), buckets=[float(bound) for bound in _BUCKETS_MS]
+    )
+    return metrics.StatsConfig(histogram_bucket_settings=[settings])
+
+
+def _overload_manager(config: Config) -> overload.OverloadManager:
+    limit = downstream_connections.DownstreamConnectionsConfig(max_active_downstream_connections=2 * config.limits.max_streams)
+    monitor = overload.ResourceMonitor(
+        name="envoy.resource_monitors.global_downstream_max_connections", typed_config=protobuf.Any.pack(limit)
+    )
+    return overload.OverloadManager(resource_monitors=[monitor])
+
+
+# --- small parts ------------------------------------------------------------------------------------------------------
+
+
+def _listener(
+    name: str, address: core.Address, connections: hcm.HttpConnectionManager, *, internal: bool = False
+) -> listener.Listener:
+    network_filter = listener.Filter(
+        name="envoy.filters.network.http_connection_manager", typed_config=protobuf.Any.pack(connections)
+    )
+    return listener.Listener(
+        name=name,
+        address=address,
+        per_connection_buffer_limit_bytes=_CONNECTION_BUFFER_BYTES,
+        ignore_global_conn_limit=internal,
+        tcp_keepalive=None if internal else _keepalive(),
+        filter_chains=[listener.FilterChain(filters=[network_filter])],
+    )
+
+
+def _routes(only: route.Route) -> route.RouteConfiguration:
+    host = route.VirtualHost(name="all", domains=["*"], routes=[only])
+    return route.RouteConfiguration(name=only.name, virtual_hosts=[host])
+
+
+def _router() -> hcm.HttpFilter:
+    return _http_filter("envoy.filters.http.router", router.Router())
+
+
+def _http_filter(name: str, message: betterproto2.Message) -> hcm.HttpFilter:
+    return hcm.HttpFilter(name=name, typed_config=protobuf.Any.pack(message))
+
+
+def _retry_policy() -> route.RetryPolicy:
+    return route.RetryPolicy(retry_on=_RETRY_ON, num_retries=1)
+
+
+def _extension(name: str, message: betterproto2.Message) -> core.TypedExtensionConfig:
+    return core.TypedExtensionConfig(name=name, typed_config=protobuf.Any.pack(message))
+
+
+def _policy(name: str, message: betterproto2.Message) -> cluster.LoadBalancingPolicy:
+    policy = cluster.LoadBalancingPolicyPolicy(typed_extension_config=_extension(name, message))
+    return cluster.LoadBalancingPolicy(policies=[policy])
+
+
+def _protocol(options: upstreams.HttpProtocolOptions) -> dict[str, protobuf.Any]:
+    return {"envoy.extensions.upstreams.http.v3.HttpProtocolOptions": protobuf.Any.pack(options)}
+
+
+def _cel(expression: str) -> accesslog.AccessLogFilter:
+    return accesslog.AccessLogFilter(
+        extension_filter=accesslog.ExtensionFilter(
+            name="envoy.access_loggers.extension_filters.cel",
+            typed_config=protobuf.Any.pack(cel.ExpressionFilter(expression=expression)),
+        )
+    )
+
+
+def _set_header(name: str, value: str) -> core.HeaderValueOption:
+    return core.HeaderValueOption(
+        header=core.HeaderValue(key=name, value=value),
+        append_action=core.HeaderValueOptionHeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD,
+    )
+
+
+def _keepalive() -> core.TcpKeepalive:
+    return core.TcpKeepalive(keepalive_time=30, keepalive_interval=10, keepalive_probes=3)
+
+
+def _seconds(value: float) -> timedelta:
+    return timedelta(seconds=value)
+
+
+# --- addresses --------------------------------------------------------------------------------------------------------
+
+
+def _ip(address: Address) -> IPv4Address | IPv6Address | None:
+    try:
+        return ip_address(address.host.strip("[]"))
+    except ValueError:
+        return None
+
+
+def _listen_address(field: str, address: Address, *, loopback_only: bool = False) -> core.Address:
+    """An address Envoy can bind. Raises ConfigError for a name, and for what others could reach if they must not."""
+    if address.host:
+        ip = _ip(address)
+        if ip is None:
+            raise ConfigError(f"{field}: {address}: Envoy listens on an IP address or a unix socket, not on a name")
+        if loopback_only and not ip.is_loopback:
+            raise ConfigError(f"{field}: {address}: this port is unprotected and must be on a loopback address")
+    return _address(address, mode=_SOCKET_MODE)
+
+
+def _dial(address: Address) -> Address:
+    """Where to connect to reach what listens at this address: all interfaces means this machine."""
+    ip = _ip(address)
+    if ip is None or not ip.is_unspecified:
+        return address
+    return Address(host="127.0.0.1" if ip.version == 4 else "::1", port=address.port)
+
+
+def _address(address: Address, *, mode: int = 0) -> core.Address:
+    if address.path:
+        return core.Address(pipe=core.Pipe(path=address.path, mode=mode))
+    return core.Address(socket_address=core.SocketAddress(address=address.host.strip("[]"), port_value=address.port))
+
+
+# --- YAML -------------------------------------------------------------------------------------------------------------
+
+_HEADER = """
+The configuration of Envoy for Baton, made by `baton envoy-config`: change that, not this file.
+
+Clients reach the listener `front`. The ext_proc filter holds each request while Baton picks the workers and makes the
+prefill call; then Envoy sends it to the one decode worker that Baton named, and streams the answer back by itself.
+""".strip()
+
+# Path of a setting (its end is enough; a list item goes by its name, or by its index) -> why it is there. A comment
+# stands at the first place where its path occurs.
+_COMMENTS: Mapping[str, str] = {
+    "admin": "Anybody who reaches this port controls Envoy: loopback only.",
+    "listeners.front": "Clients connect here, with HTTP/1.1 or HTTP/2.",
+    "front.per_connection_buffer_limit_bytes": (
+        "How much Envoy reads ahead of a slow peer, each way. It does not limit request bodies: "
+        "`request_body_buffer_limit` does."
+    ),
+    "front.tcp_keepalive": (
+        "A client whose machine vanished without a word is noticed after a minute, and its decode cancelled."
+    ),
+    "use_remote_address": "x-forwarded-for and the client address in the log come from the connection.",
+    "preserve_external_request_id": (
+        "A client's own x-request-id is kept, so that it names the request in every log; without one Envoy makes it."
+    ),
+    "normalize_path": "The path that the filter decides on is the path that the worker serves.",
+    "path_with_escaped_slashes_action": (
+        "Names of models have slashes: /v1/models/org%2Fname is a legal request. Unescaped here, so that nobody behind "
+        "sees two spellings of one path."
+    ),
+    "headers_with_underscores_action": (
+        "Some servers read a_b as a-b: such a header could pose as one that was stripped. Dropped, not refused: "
+        "clients send them in good faith."
+    ),
+    "front.request_headers_timeout": "Against clients that send headers a byte at a time.",
+    "front.stream_idle_timeout": (
+        "Longest silence on a request. The timer also runs while the filter holds it. There is no limit on the whole "
+        "duration: a long answer is not an error."
+    ),
+    "early_header_mutation_extensions": "Runs before everything else: a client cannot choose workers or KV sources.",
+    "local_reply_config": "Envoy's own errors, in the shape of OpenAI's. The first mapper that matches wins.",
+    "local_reply_config.mappers.0": "The filter's own answer: its body is already in that shape and is left alone.",
+    "routes.decode.request_body_buffer_limit": "A larger body is answered 413, with HTTP/1.1 and HTTP/2 alike.",
+    "routes.decode.route.timeout": "The default, 15 s, would cut every longer answer.",
+    "routes.decode.route.retry_policy": "Only where the request surely never reached a worker.",
+    "access_log.envoy.access_loggers.stats": (
+        "Time to first token, without looking at a single chunk: from the first byte of the request to the first byte "
+        "of the answer's body (headers may come long before that). Only of streams that came to their end."
+    ),
+    "typed_config.processing_mode": (
+        "The response never passes through the filter. Asking for its trailers costs nothing and keeps the gRPC stream "
+        "open to the end of the answer: that is how the filter learns of it."
+    ),
+    "message_timeout": "The longest prefill, and some time to queue.",
+    "grpc_service.retry_policy": "A filter that is being restarted costs a retry, not an error.",
+    "metadata_options": "The filter names the decode worker in the metadata that the load balancer reads.",
+    "mutation_rules": "What the filter may change. Anything else is a bug, and says so with a 500.",
+    "listeners.prefill_loop": "The filter makes its prefill calls here, for Envoy's connection pools and statistics.",
+    "prefill_loop.address.pipe.mode": "0660: the filter runs as the same user, or in the same group.",
+    "mappers.0.headers_to_add": "Tells the filter Envoy's own errors from a worker's.",
+    "ignore_global_conn_limit": "A flood of clients must not stop the prefill calls of those that got in.",
+    "clusters.decode": "Endpoints come from a file that Baton replaces by a rename; Envoy notices nothing else.",
+    "clusters.decode.load_balancing_policy": (
+        "Exactly the worker that the filter named: KV blocks wait for that one, any other would be silently wrong. If "
+        "it is not in the file, or none was named, the fallback chooses, which is a subset policy with no subsets and "
+        "with NO_FALLBACK (its default): nobody, and the answer is 503."
+    ),
+    "clusters.prefill.load_balancing_policy": "The same by header: only the filter reaches that listener.",
+    "circuit_breakers": "Admission is the filter's business; Envoy's 1024 would refuse requests held in prefill.",
+    "upstream_connection_options": "A worker whose machine is gone is noticed after a minute.",
+    "common_http_protocol_options.idle_timeout": (
+        "uvicorn (vLLM) closes a connection that was idle for 5 s, and loses a request that is sent at that moment. "
+        "Envoy closes it first."
+    ),
+    "healthy_panic_threshold": "0 %: if no filter is healthy, say so at once instead of trying them all.",
+    "overload_manager": "Connections beyond this are closed at once: memory stays bounded.",
+}
+
+
+def render(config: Config) -> str:
+    """``build(config)`` as YAML with comments; the same configuration gives the same bytes. Raises ConfigError."""
+    tree = build(config).to_dict(casing=betterproto2.Casing.SNAKE)
+    return "\n".join([*_comment(_HEADER, 0), *_emit(tree, 0, "", dict(_COMMENTS)), ""])
+
+
+def _emit(node: Any, indent: int, path: str, comments: dict[str, str]) -> Iterator[str]:
+    """The lines of one mapping or list. A comment that is used is taken out of ``comments``."""
+    pad = " " * indent
+    if isinstance(node, Mapping):
+        for key, value in node.items():
+            below = f"{path}.{key}"
+            yield from _comment(_take(comments, below), indent)
+            if isinstance(value, Mapping | list) and value:
+                yield f"{pad}{_scalar(key)}:"
+                yield from _emit(value, indent + 2, below, comments)
+            else:
+                yield f"{pad}{_scalar(key)}: {_scalar(value)}"
+        return
+    for index, item in enumerate(node):
+        named = isinstance(item, Mapping) and isinstance(item.get("name"), str)
+        below = f"{path}.{item['name'] if named else index}"
+        yield from _comment(_take(comments, below), indent)
+        if isinstance(item, Mapping | list) and item:
+            dash = f"{pad}- "
+            for line in _emit(item, indent + 2, below, comments):
+                if dash and not line.lstrip().startswith("#"):
+                    line, dash = dash + line[len(dash) :], ""
+                yield line
+        else:
+            yield f"{pad}- {_scalar(item)}"
+
+
+def _take(comments: dict[str, str], path: str) -> str:
+    found = next((key for key in comments if path.endswith(f".{key}")), None)
+    return "" if found is None else comments.pop(found)
+
+
+def _comment(text: str, indent: int) -> Iterator[str]:
+    for paragraph in text.splitlines():
+        for line in textwrap.wrap(paragraph, 118 - indent) or [""]:
+            yield f"{' ' * indent}# {line}".rstrip()
+
+
+_PLAIN = re.compile(r"[A-Za-z_/][A-Za-z0-9_./-]*")
+_YAML_WORDS = frozenset(("true", "false", "null", "yes", "no", "on", "off", "y", "n"))
+
+
+def _scalar(value: Any) -> str:
+    """A scalar, or an empty collection, as YAML: plain words as they are, everything else as JSON, which is YAML."""
+    if isinstance(value, str):
+        if _PLAIN.fullmatch(value) and value.lower() not in _YAML_WORDS:
+            return value
+        if '"' in value and value.isprintable():
+            return "'" + value.replace("'", "''") + "'"
+    return json.dumps(value, ensure_ascii=False)
