@@ -51,8 +51,8 @@ def wait_ready(child: Child, url: str, timeout_s: float) -> None:
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     """Distinct ports that nothing listens on now.
 
-    Below the range that systems give to outgoing connections: workers take half a minute to listen, time enough for one of
-    the many connections of a start-up to sit on a port from that range.
+    Below the range that systems give to outgoing connections: workers take half a minute to listen, time enough
+    for one of the many connections of a start-up to sit on a port from that range.
     """
     candidates = random.sample(range(20_000, 32_000), 2_000)
     found = list(itertools.islice((port for port in candidates if port_is_free(host, port)), count))
