@@ -82,6 +82,8 @@ class UpOptions:
                 raise OptionsError(f"--{role} {count}: between 1 and 16 workers")
         if self.engine != "vllm":
             raise OptionsError(f"--engine {self.engine}: only vllm")
+        if self.block_size_tokens < 32 or self.block_size_tokens % 32:
+            raise OptionsError(f"--block-size {self.block_size_tokens}: vLLM on a CPU takes multiples of 32")
         if not 1 <= self.port <= 65535:
             raise OptionsError(f"--port {self.port}: not a port")
         if not port_is_free(self.host, self.port):
