@@ -6,6 +6,7 @@ the task that awaits it closes the connection at once, which makes the engine dr
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping
 
 import aiohttp
@@ -70,7 +71,7 @@ class PrefillClient:
         pin = {} if self._via is None else {DESTINATION_HEADER: worker}
         async with self._session.post(
             base + path,
-            data=body,
+            data=io.BytesIO(body),  # written in pieces: a large body must not hold up the event loop
             headers={**headers, "content-type": "application/json", **pin},
             allow_redirects=False,
         ) as response:

