@@ -46,7 +46,7 @@ async def hang(_: web.Request, __: bytes) -> web.StreamResponse:
 @pytest.mark.parametrize("how", ["fin", "reset"])
 async def test_a_client_that_leaves_during_the_prefill_cancels_the_call_at_once(stack: Stack, how: str) -> None:
     stack.prefill[0].answer = hang
-    reader, writer = await connect(stack)
+    _, writer = await connect(stack)
     writer.write(request_bytes(PROMPT))
     await until(lambda: stack.prefill[0].received)
     await asyncio.sleep(0.1)

@@ -1,0 +1,61 @@
+"""A configuration that cannot work is refused, and the message says where."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from extproc.config import Address, ConfigError, load, parse
+
+WORKERS = "workers: {prefill: ['10.0.0.1:8100'], decode: ['10.0.0.2:8200', '[fd00::1]:8200']}\n"
+
+
+def test_the_smallest_configuration_is_the_workers() -> None:
+    config = parse(WORKERS)
+    assert config.workers.decode == ["10.0.0.2:8200", "[fd00::1]:8200"]
+    assert config.limits.max_body_bytes == 64 * 1024 * 1024
+    assert config.prefill.via == "direct"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "Expected `object`, got `null`"),
+        ("a: [", "line 1"),
+        ("workers: {prefill: ['10.0.0.1:1']}", "missing required field `decode`"),
+        (WORKERS + "lissten: x", "unknown field `lissten`"),
+        (WORKERS + "prefill: {timeout: 3}", "unknown field `timeout` - at `$.prefill`"),
+        (WORKERS + "prefill: {timeout_s: soon}", "at `$.prefill.timeout_s`"),
+        (WORKERS + "prefill: {timeout_s: -1}", "prefill.timeout_s: -1"),
+        (WORKERS + "prefill: {timeout_s: .inf}", "prefill.timeout_s: inf"),
+        (WORKERS + "prefill: {via: somewhere}", "prefill.via: 'somewhere'"),
+        (WORKERS + "prefill: {timeout_s: 700}", "envoy.idle_timeout_s (600 s) must be longer than prefill.timeout_s (700 s)"),
+        (WORKERS + "listen: 'unix:relative'", "listen: 'unix:relative'"),
+        (WORKERS + f"listen: 'unix:/{'x' * 120}'", "107 bytes"),
+        (WORKERS + "log_level: loud", "log_level: 'loud'"),
+        ("workers: {prefill: [], decode: ['10.0.0.2:1']}", "workers.prefill: at least one"),
+        ("workers: {prefill: ['10.0.0.1:99999'], decode: ['10.0.0.2:1']}", "workers.prefill[0]: '10.0.0.1:99999'"),
+        ("workers: {prefill: ['10.0.0.1:1'], decode: ['gpu-3:1']}", "workers.decode[0]: 'gpu-3:1': a worker is ip:port"),
+        ("workers: {prefill: ['10.0.0.1:1', '10.0.0.1:1'], decode: ['10.0.0.2:1']}", "stands there twice"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name(text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(text, source="baton.yaml")
+    assert message in str(caught.value)
+    assert str(caught.value).startswith("baton.yaml: ")
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml"):
+        load(tmp_path / "nowhere.yaml")
+
+
+def test_addresses() -> None:
+    assert Address.parse("127.0.0.1:80") == Address(host="127.0.0.1", port=80)
+    assert Address.parse("unix:/run/x.sock").path == "/run/x.sock"
+    assert str(Address.parse("[::1]:80")) == "[::1]:80"
+    for wrong in ("", ":80", "host", "host:0", "host:65536", "host:8x", "http://host:80", "unix:"):
+        with pytest.raises(ValueError):
+            Address.parse(wrong)

@@ -1,0 +1,51 @@
+"""Who is picked, and that counts go back to where they were."""
+
+from __future__ import annotations
+
+import pytest
+
+from extproc.routing.picker import NoEndpointError, RoundRobin
+from extproc.routing.pool import Pool, Role
+
+
+def pool(prefill: int = 2, decode: int = 3, *, live: bool = True) -> Pool:
+    made = Pool([f"10.0.0.{i}:1" for i in range(prefill)], [f"10.0.1.{i}:1" for i in range(decode)])
+    for endpoint in made.endpoints:
+        endpoint.live = live
+    return made
+
+
+def test_each_role_has_turns_of_its_own() -> None:
+    p, picker = pool(), RoundRobin()
+    pairs = [(picker.pick(p, Role.DECODE).address, picker.pick(p, Role.PREFILL).address) for _ in range(6)]
+    assert [decode for decode, _ in pairs] == [f"10.0.1.{i % 3}:1" for i in range(6)]
+    assert [prefill for _, prefill in pairs] == [f"10.0.0.{i % 2}:1" for i in range(6)]
+
+
+def test_a_worker_that_is_not_live_is_never_picked() -> None:
+    p, picker = pool(), RoundRobin()
+    p.endpoints[0].live = False
+    assert {picker.pick(p, Role.PREFILL).address for _ in range(5)} == {"10.0.0.1:1"}
+
+
+@pytest.mark.parametrize("role", Role)
+def test_an_empty_role_is_an_error_that_names_it(role: Role) -> None:
+    with pytest.raises(NoEndpointError, match=f"no {role.value} worker is live") as caught:
+        RoundRobin().pick(pool(live=False), role)
+    assert caught.value.role is role
+
+
+def test_ready_needs_both_roles() -> None:
+    p = pool(1, 1)
+    assert p.ready()
+    p.endpoints[0].live = False
+    assert not p.ready()
+
+
+def test_a_count_is_given_back_on_every_way_out() -> None:
+    endpoint = pool().endpoints[0]
+    with endpoint.busy():
+        assert endpoint.in_flight == 1
+    with pytest.raises(RuntimeError), endpoint.busy():
+        raise RuntimeError
+    assert endpoint.in_flight == 0
