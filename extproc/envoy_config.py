@@ -30,6 +30,7 @@ from envoy_data_plane.envoy.extensions.access_loggers.filters.cel import v3 as c
 from envoy_data_plane.envoy.extensions.access_loggers.stats import v3 as stats
 from envoy_data_plane.envoy.extensions.access_loggers.stream import v3 as stream
 from envoy_data_plane.envoy.extensions.filters.http.ext_proc import v3 as ext_proc
+from envoy_data_plane.envoy.extensions.filters.http.header_to_metadata import v3 as header_to_metadata
 from envoy_data_plane.envoy.extensions.filters.http.router import v3 as router
 from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager import v3 as hcm
 from envoy_data_plane.envoy.extensions.http.early_header_mutation.header_mutation import v3 as early
@@ -73,12 +74,23 @@ _CONNECT_TIMEOUT = timedelta(seconds=2)
 _CONNECTION_BUFFER_BYTES = 1 << 20
 _MAX_CONNECTIONS = 100_000
 _HEADERS_TIMEOUT = timedelta(seconds=10)
+# What the filter may add to a body: block ids of a long prompt take some 100 KB.
+_BODY_HEADROOM_BYTES = 1 << 20
 # uvicorn, which serves vLLM, closes a connection that was idle for 5 s.
 _WORKER_IDLE_TIMEOUT = timedelta(seconds=4)
+_HEALTH_INTERVAL = timedelta(seconds=1)
 _EXTPROC_SLACK_S = 30.0
 _RETRY_ON = "connect-failure,refused-stream,reset-before-request"
-# Envoy refuses a regular expression of more than 100 RE2 instructions, about one a character: no room for many more.
-_MUTABLE_HEADERS = ("content-length", "x-request-id", DESTINATION_HEADER, KV_TRANSFER_HEADER, "x-data-parallel-rank")
+# On requests, and on the filter's own replies. Envoy refuses a regular expression of more than 100 RE2 instructions,
+# about one a character: there is no room for many more.
+_MUTABLE_HEADERS = (
+    "content-length",
+    "content-type",
+    "retry-after",
+    "x-request-id",
+    DESTINATION_HEADER,
+    KV_TRANSFER_HEADER,
+)
 _SERVED_KEY = f"{DESTINATION_HEADER}-served"
 _SOCKET_MODE = 0o660
 _BUCKETS_MS = (
@@ -106,8 +118,9 @@ _LOCAL_REPLIES = (
         "The request was not handed to a worker in time.",
         _SERVER,
     ),
+    # Whatever else is wrong between Envoy and the filter: `status_on_error`, and none of the flags that a worker causes.
     _LocalReply(
-        "response.code_details.startsWith('ext_proc')",
+        "response.code == 503 && response.flags == 0",
         "filter_unavailable",
         "The routing service is unavailable. Try again.",
         _SERVER,
@@ -123,7 +136,7 @@ _LOCAL_REPLIES = (
         "The worker could not be reached, or closed the connection before it answered.",
         _SERVER,
     ),
-    _LocalReply("response.code == 504", "timeout", "The worker did not answer in time.", _SERVER),
+    _LocalReply("response.code == 504", "timeout", "No answer came in time.", _SERVER),
     _LocalReply("response.code >= 500", "internal_error", "The gateway failed.", _SERVER),
 )
 
@@ -133,10 +146,10 @@ def build(config: Config) -> bootstrap.Bootstrap:
     loopback = None if config.prefill.via == "direct" else Address.parse(config.prefill.via)
     eds_directory = Path(config.envoy.eds_dir or f"{RUN_DIRECTORY}/eds")
     listeners = [_front(config)]
-    clusters = [_workers(DECODE_CLUSTER, eds_directory, _PIN_BY_METADATA)]
+    clusters = [_workers(DECODE_CLUSTER, eds_directory)]
     if loopback is not None:
         listeners.append(_prefill_loop(config, loopback))
-        clusters.append(_workers(PREFILL_CLUSTER, eds_directory, _PIN_BY_HEADER))
+        clusters.append(_workers(PREFILL_CLUSTER, eds_directory))
     clusters.append(_extproc(config))
     return bootstrap.Bootstrap(
         node=core.Node(id="baton", cluster="baton"),
@@ -164,6 +177,10 @@ def _front(config: Config) -> listener.Listener:
         path_with_escaped_slashes_action=hcm.HttpConnectionManagerPathWithEscapedSlashesAction.UNESCAPE_AND_FORWARD,
         common_http_protocol_options=core.HttpProtocolOptions(
             headers_with_underscores_action=core.HttpProtocolOptionsHeadersWithUnderscoresAction.DROP_HEADER,
+        ),
+        http2_protocol_options=core.Http2ProtocolOptions(
+            initial_stream_window_size=_CONNECTION_BUFFER_BYTES,
+            initial_connection_window_size=16 * _CONNECTION_BUFFER_BYTES,
         ),
         request_headers_timeout=_HEADERS_TIMEOUT,
         stream_idle_timeout=_seconds(config.envoy.idle_timeout_s),
@@ -207,7 +224,7 @@ def _decode_route(config: Config) -> route.Route:
     return route.Route(
         name=DECODE_CLUSTER,
         match=route.RouteMatch(prefix="/"),
-        request_body_buffer_limit=config.limits.max_body_bytes,
+        request_body_buffer_limit=config.limits.max_body_bytes + _BODY_HEADROOM_BYTES,
         response_headers_to_add=debug if config.envoy.debug_headers else [],
         route=route.RouteAction(
             cluster=DECODE_CLUSTER,
@@ -228,10 +245,12 @@ def _ext_proc_filter(config: Config) -> hcm.HttpFilter:
         response_body_mode=ext_proc.ProcessingModeBodySendMode.NONE,
         response_trailer_mode=send,
     )
-    service = core.GrpcService(
-        envoy_grpc=core.GrpcServiceEnvoyGrpc(cluster_name=EXTPROC_CLUSTER),
-        retry_policy=core.RetryPolicy(retry_on="connect-failure,refused-stream,unavailable", num_retries=2),
+    retry = core.RetryPolicy(
+        retry_on="connect-failure,refused-stream,unavailable",
+        num_retries=3,
+        retry_back_off=core.BackoffStrategy(base_interval=_seconds(0.1), max_interval=_seconds(1.0)),
     )
+    service = core.GrpcService(envoy_grpc=core.GrpcServiceEnvoyGrpc(cluster_name=EXTPROC_CLUSTER), retry_policy=retry)
     return _http_filter(
         "envoy.filters.http.ext_proc",
         ext_proc.ExternalProcessor(
@@ -263,8 +282,7 @@ def _prefill_loop(config: Config, address: Address) -> listener.Listener:
     prefill = route.Route(
         name=PREFILL_CLUSTER,
         match=route.RouteMatch(prefix="/"),
-        request_body_buffer_limit=config.limits.max_body_bytes,
-        request_headers_to_remove=[DESTINATION_HEADER],
+        request_body_buffer_limit=config.limits.max_body_bytes + _BODY_HEADROOM_BYTES,
         response_headers_to_remove=[ORIGIN_HEADER],
         route=route.RouteAction(
             cluster=PREFILL_CLUSTER,
@@ -281,10 +299,23 @@ def _prefill_loop(config: Config, address: Address) -> listener.Listener:
             mappers=[hcm.ResponseMapper(filter=_cel("response.code >= 100"), headers_to_add=[origin])]
         ),
         route_config=_routes(prefill),
-        http_filters=[_router()],
+        http_filters=[_destination_to_metadata(), _router()],
     )
     bind = _listen_address("prefill.via", address, loopback_only=True)
     return _listener("prefill_loop", bind, connections, internal=True)
+
+
+def _destination_to_metadata() -> hcm.HttpFilter:
+    rule = header_to_metadata.ConfigRule(
+        header=DESTINATION_HEADER,
+        on_header_present=header_to_metadata.ConfigKeyValuePair(
+            metadata_namespace=LB_NAMESPACE,
+            key=DESTINATION_HEADER,
+            type=header_to_metadata.ConfigValueType.STRING,
+        ),
+        remove=True,
+    )
+    return _http_filter("envoy.filters.http.header_to_metadata", header_to_metadata.Config(request_rules=[rule]))
 
 
 # --- clusters ---------------------------------------------------------------------------------------------------------
@@ -294,11 +325,7 @@ def _lb_metadata(key: str) -> metadata.MetadataKey:
     return metadata.MetadataKey(key=LB_NAMESPACE, path=[metadata.MetadataKeyPathSegment(key=key)])
 
 
-_PIN_BY_METADATA = override_host.OverrideHostOverrideHostSource(metadata=_lb_metadata(DESTINATION_HEADER))
-_PIN_BY_HEADER = override_host.OverrideHostOverrideHostSource(header=DESTINATION_HEADER)
-
-
-def _workers(name: str, eds_directory: Path, pin: override_host.OverrideHostOverrideHostSource) -> cluster.Cluster:
+def _workers(name: str, eds_directory: Path) -> cluster.Cluster:
     source = core.PathConfigSource(
         path=str(endpoints_file(eds_directory, name)),
         watched_directory=core.WatchedDirectory(path=str(eds_directory)),
@@ -315,14 +342,14 @@ def _workers(name: str, eds_directory: Path, pin: override_host.OverrideHostOver
         eds_cluster_config=cluster.ClusterEdsClusterConfig(
             eds_config=core.ConfigSource(resource_api_version=core.ApiVersion.V3, path_config_source=source)
         ),
-        load_balancing_policy=_exact_pin(pin),
+        load_balancing_policy=_exact_pin(),
         circuit_breakers=_no_circuit_breaker(),
         upstream_connection_options=cluster.UpstreamConnectionOptions(tcp_keepalive=_keepalive()),
         typed_extension_protocol_options=_protocol(protocol),
     )
 
 
-def _exact_pin(pin: override_host.OverrideHostOverrideHostSource) -> cluster.LoadBalancingPolicy:
+def _exact_pin() -> cluster.LoadBalancingPolicy:
     nobody = subset.Subset(
         fallback_policy=subset.SubsetLbSubsetFallbackPolicy.NO_FALLBACK,
         subset_lb_policy=_policy("envoy.load_balancing_policies.round_robin", round_robin.RoundRobin()),
@@ -330,7 +357,7 @@ def _exact_pin(pin: override_host.OverrideHostOverrideHostSource) -> cluster.Loa
     return _policy(
         "envoy.load_balancing_policies.override_host",
         override_host.OverrideHost(
-            override_host_sources=[pin],
+            override_host_sources=[override_host.OverrideHostOverrideHostSource(metadata=_lb_metadata(DESTINATION_HEADER))],
             selected_host_key=_lb_metadata(_SERVED_KEY),
             fallback_policy=_policy("envoy.load_balancing_policies.subset", nobody),
         ),
@@ -344,8 +371,9 @@ def _extproc(config: Config) -> cluster.Cluster:
         explicit_http_config=upstreams.HttpProtocolOptionsExplicitHttpConfig(http2_protocol_options=core.Http2ProtocolOptions())
     )
     check = core.HealthCheck(
-        timeout=timedelta(seconds=1),
-        interval=timedelta(seconds=2),
+        timeout=_HEALTH_INTERVAL,
+        interval=_HEALTH_INTERVAL,
+        no_traffic_interval=_HEALTH_INTERVAL,
         unhealthy_threshold=2,
         healthy_threshold=1,
         grpc_health_check=core.HealthCheckGrpcHealthCheck(service_name="envoy.service.ext_proc.v3.ExternalProcessor"),
@@ -454,7 +482,7 @@ def _listener(
         name=name,
         address=address,
         per_connection_buffer_limit_bytes=_CONNECTION_BUFFER_BYTES,
-        ignore_global_conn_limit=internal,
+        bypass_overload_manager=internal,
         tcp_keepalive=None if internal else _keepalive(),
         filter_chains=[listener.FilterChain(filters=[network_filter])],
     )
@@ -583,15 +611,23 @@ _COMMENTS: Mapping[str, str] = {
         "Some servers read a_b as a-b: such a header could pose as one that was stripped. Dropped, not refused: "
         "clients send them in good faith."
     ),
-    "front.request_headers_timeout": "Against clients that send headers a byte at a time.",
-    "front.stream_idle_timeout": (
+    "request_headers_timeout": "Against clients that send headers a byte at a time.",
+    "stream_idle_timeout": (
         "Longest silence on a request. The timer also runs while the filter holds it. There is no limit on the whole "
         "duration: a long answer is not an error."
     ),
     "early_header_mutation_extensions": "Runs before everything else: a client cannot choose workers or KV sources.",
     "local_reply_config": "Envoy's own errors, in the shape of OpenAI's. The first mapper that matches wins.",
     "local_reply_config.mappers.0": "The filter's own answer: its body is already in that shape and is left alone.",
-    "routes.decode.request_body_buffer_limit": "A larger body is answered 413, with HTTP/1.1 and HTTP/2 alike.",
+    "routes.decode.request_body_buffer_limit": (
+        "A larger body is answered 413. The filter does so at `limits.max_body_bytes`; this is 1 MiB more, because it "
+        "also holds for the body that the filter gives back, which is longer by the KV parameters."
+    ),
+    "typed_config.http2_protocol_options": (
+        "With HTTP/2, Envoy takes the larger of the stream window and `request_body_buffer_limit` as the limit of a "
+        "body: the default window of 16 MiB would undo a smaller limit."
+    ),
+    "no_traffic_interval": "The default, 60 s, would also hold for the first minute of traffic.",
     "routes.decode.route.timeout": "The default, 15 s, would cut every longer answer.",
     "routes.decode.route.retry_policy": "Only where the request surely never reached a worker.",
     "access_log.envoy.access_loggers.stats": (
@@ -609,14 +645,20 @@ _COMMENTS: Mapping[str, str] = {
     "listeners.prefill_loop": "The filter makes its prefill calls here, for Envoy's connection pools and statistics.",
     "prefill_loop.address.pipe.mode": "0660: the filter runs as the same user, or in the same group.",
     "mappers.0.headers_to_add": "Tells the filter Envoy's own errors from a worker's.",
-    "ignore_global_conn_limit": "A flood of clients must not stop the prefill calls of those that got in.",
+    "bypass_overload_manager": (
+        "A flood of clients must not stop the prefill calls of those that got in. Not `ignore_global_conn_limit`: with "
+        "that, each connection closed here would make room for one client too many (Envoy 1.40)."
+    ),
     "clusters.decode": "Endpoints come from a file that Baton replaces by a rename; Envoy notices nothing else.",
     "clusters.decode.load_balancing_policy": (
         "Exactly the worker that the filter named: KV blocks wait for that one, any other would be silently wrong. If "
         "it is not in the file, or none was named, the fallback chooses, which is a subset policy with no subsets and "
         "with NO_FALLBACK (its default): nobody, and the answer is 503."
     ),
-    "clusters.prefill.load_balancing_policy": "The same by header: only the filter reaches that listener.",
+    "filters.http.header_to_metadata": (
+        "The filter names the prefill worker in a header, which may choose here: nobody else reaches this listener. It "
+        "becomes metadata, because a header that is removed on the route is gone before the load balancer reads it."
+    ),
     "circuit_breakers": "Admission is the filter's business; Envoy's 1024 would refuse requests held in prefill.",
     "upstream_connection_options": "A worker whose machine is gone is noticed after a minute.",
     "common_http_protocol_options.idle_timeout": (

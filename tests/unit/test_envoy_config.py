@@ -1,0 +1,400 @@
+"""Envoy's configuration: the real Envoy accepts it, and the settings that would fail silently have the right values."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import betterproto2
+import msgspec
+import pytest
+from ruamel.yaml import YAML
+
+from extproc import envoy_config
+from extproc.config import Config, ConfigError, Envoy, Limits, Prefill
+from extproc.envoy_config import EXAMPLE, build, render
+from extproc.headers import DESTINATION_HEADER, FILTER_REPLY_DETAILS, KV_TRANSFER_HEADER, ORIGIN_HEADER, ROUTING_HEADERS
+from extproc.xds import write_endpoints
+
+ENVOY = shutil.which("envoy", path=str(Path(sys.executable).parent)) or shutil.which("envoy")
+COMMITTED = Path(__file__).parents[2] / "envoy" / "envoy.yaml"
+
+
+def change(base: Config = EXAMPLE, **fields: Any) -> Config:
+    return msgspec.structs.replace(base, **fields)
+
+
+def tree(config: Config = EXAMPLE) -> dict[str, Any]:
+    return _tree(msgspec.json.encode(config))
+
+
+@functools.cache
+def _tree(encoded: bytes) -> dict[str, Any]:
+    loaded: dict[str, Any] = YAML(typ="safe").load(render(msgspec.json.decode(encoded, type=Config)))
+    return loaded
+
+
+def listener(name: str, config: Config = EXAMPLE) -> dict[str, Any]:
+    [found] = [item for item in tree(config)["static_resources"]["listeners"] if item["name"] == name]
+    return dict(found)
+
+
+def manager(name: str, config: Config = EXAMPLE) -> dict[str, Any]:
+    return dict(listener(name, config)["filter_chains"][0]["filters"][0]["typed_config"])
+
+
+def route(name: str, config: Config = EXAMPLE) -> dict[str, Any]:
+    [found] = manager(name, config)["route_config"]["virtual_hosts"][0]["routes"]
+    return dict(found)
+
+
+def cluster(name: str, config: Config = EXAMPLE) -> dict[str, Any]:
+    [found] = [item for item in tree(config)["static_resources"]["clusters"] if item["name"] == name]
+    return dict(found)
+
+
+def ext_proc(config: Config = EXAMPLE) -> dict[str, Any]:
+    first = manager("front", config)["http_filters"][0]
+    assert first["name"] == "envoy.filters.http.ext_proc"
+    return dict(first["typed_config"])
+
+
+# --- the whole ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(ENVOY is None, reason="there is no envoy here")
+@pytest.mark.parametrize(
+    "config",
+    [
+        change(),
+        change(prefill=Prefill()),
+        change(listen="127.0.0.1:9002", prefill=Prefill(via="127.0.0.1:8009")),
+        change(listen="[::]:9002", prefill=Prefill(via="[::1]:8009"), envoy=Envoy(listen="[::]:8000", admin="[::1]:1")),
+        change(listen="filter.example.org:9002"),
+        change(envoy=Envoy(debug_headers=True), limits=Limits(max_body_bytes=1, max_streams=1)),
+    ],
+    ids=["unix", "direct", "tcp", "ipv6", "name", "limits"],
+)
+def test_the_real_envoy_accepts_it(config: Config, tmp_path: Path) -> None:
+    assert ENVOY is not None
+    eds = tmp_path / "eds"
+    for name in ("decode", "prefill"):
+        write_endpoints(eds, name, ["127.0.0.1:8100", "[::1]:8100"])
+    config = change(config, envoy=msgspec.structs.replace(config.envoy, eds_dir=str(eds)))
+    file = tmp_path / "envoy.yaml"
+    file.write_text(render(config))
+    command = [ENVOY, "--mode", "validate", "--use-dynamic-base-id", "--log-level", "warning", "--config-path", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert "deprecated" not in done.stderr.lower(), done.stderr
+
+
+def test_committed_file_is_in_step() -> None:
+    assert COMMITTED.read_text() == render(EXAMPLE)
+
+
+def test_yaml_says_what_the_messages_say() -> None:
+    # Characters that mean something in YAML, in the one place where a user's text ends up in the file.
+    config = change(envoy=Envoy(eds_dir="""/run/a b: c #d 'e' "f" \\g {h} é\t%i"""))
+    assert tree(config) == build(config).to_dict(casing=betterproto2.Casing.SNAKE)
+
+
+def test_every_comment_finds_its_setting() -> None:
+    left = dict(envoy_config._COMMENTS)
+    list(envoy_config._emit(build(EXAMPLE).to_dict(casing=betterproto2.Casing.SNAKE), 0, "", left))
+    assert left == {}
+
+
+# --- what a client can and cannot do ------------------------------------------------------------------------------------
+
+
+def test_client_cannot_choose_workers() -> None:
+    [strip] = manager("front")["early_header_mutation_extensions"]
+    assert [mutation["remove"] for mutation in strip["typed_config"]["mutations"]] == list(ROUTING_HEADERS)
+    assert {DESTINATION_HEADER, KV_TRANSFER_HEADER, "x-prefiller-host-port", "x-data-parallel-rank"} < set(ROUTING_HEADERS)
+
+
+def test_header_spelled_with_underscores_is_dropped_and_the_request_served() -> None:
+    assert manager("front")["common_http_protocol_options"]["headers_with_underscores_action"] == "DROP_HEADER"
+
+
+def test_filter_and_worker_see_the_same_path() -> None:
+    front = manager("front")
+    assert front["normalize_path"] is True
+    assert front["merge_slashes"] is True
+    assert front["path_with_escaped_slashes_action"] == "UNESCAPE_AND_FORWARD"
+
+
+def test_request_id_of_the_client_is_kept_and_returned() -> None:
+    front = manager("front")
+    assert front["use_remote_address"] is True
+    assert front["preserve_external_request_id"] is True
+    assert front["always_set_request_id_in_response"] is True
+
+
+def test_admin_port_is_loopback_only() -> None:
+    with pytest.raises(ConfigError, match=re.escape("envoy.admin: 0.0.0.0:9901")):
+        build(change(envoy=Envoy(admin="0.0.0.0:9901")))
+
+
+def test_prefill_listener_is_loopback_only() -> None:
+    with pytest.raises(ConfigError, match=re.escape("prefill.via: 10.0.0.1:8009")):
+        build(change(prefill=Prefill(via="10.0.0.1:8009")))
+
+
+def test_envoy_cannot_listen_on_a_name() -> None:
+    with pytest.raises(ConfigError, match=re.escape("envoy.listen: localhost:8000")):
+        build(change(envoy=Envoy(listen="localhost:8000")))
+
+
+# --- time ---------------------------------------------------------------------------------------------------------------
+
+
+def test_long_answer_is_not_cut() -> None:
+    assert route("front")["route"]["timeout"] == "0s"
+    assert "max_stream_duration" not in render(EXAMPLE)
+
+
+def test_silence_is_bounded_by_the_configuration() -> None:
+    config = change(envoy=Envoy(idle_timeout_s=900.5))
+    assert manager("front", config)["stream_idle_timeout"] == "900.500s"
+    assert route("front", config)["route"]["idle_timeout"] == "900.500s"
+
+
+def test_filter_has_the_time_of_a_prefill() -> None:
+    config = change(prefill=Prefill(via="unix:/run/baton/prefill.sock", timeout_s=200))
+    assert ext_proc(config)["message_timeout"] == "230s"
+    assert route("prefill_loop", config)["route"]["timeout"] == "200s"
+    assert manager("prefill_loop", config)["stream_idle_timeout"] == "0s"
+
+
+def test_envoy_closes_idle_worker_connections_before_uvicorn_does() -> None:
+    for name in ("decode", "prefill"):
+        [options] = cluster(name)["typed_extension_protocol_options"].values()
+        assert options["common_http_protocol_options"]["idle_timeout"] == "4s"
+
+
+# --- size ---------------------------------------------------------------------------------------------------------------
+
+
+def test_body_limit_leaves_room_for_what_the_filter_adds() -> None:
+    config = change(limits=Limits(max_body_bytes=5_000_000))
+    for name in ("front", "prefill_loop"):
+        assert int(route(name, config)["request_body_buffer_limit"]) == 5_000_000 + 1_048_576
+
+
+def test_body_limit_is_the_same_with_http2() -> None:
+    # Envoy takes the larger of the stream window, the connection's buffer and the route's limit.
+    config = change(limits=Limits(max_body_bytes=1))
+    limit = int(route("front", config)["request_body_buffer_limit"])
+    assert manager("front", config)["http2_protocol_options"]["initial_stream_window_size"] <= limit
+    assert listener("front", config)["per_connection_buffer_limit_bytes"] <= limit
+
+
+def test_requests_held_in_prefill_do_not_trip_a_circuit_breaker() -> None:
+    for name in ("decode", "prefill", "extproc"):
+        [threshold] = cluster(name)["circuit_breakers"]["thresholds"]
+        assert set(threshold.values()) == {100_000}
+
+
+def test_flood_of_clients_does_not_stop_prefill_calls() -> None:
+    [monitor] = tree()["overload_manager"]["resource_monitors"]
+    assert int(monitor["typed_config"]["max_active_downstream_connections"]) == 40_000
+    assert listener("prefill_loop")["bypass_overload_manager"] is True
+    assert "bypass_overload_manager" not in listener("front")
+
+
+# --- the filter ---------------------------------------------------------------------------------------------------------
+
+
+def test_response_never_passes_through_the_filter_but_its_end_is_known() -> None:
+    assert ext_proc()["processing_mode"] == {
+        "request_header_mode": "SEND",
+        "request_body_mode": "BUFFERED",
+        "request_trailer_mode": "SKIP",
+        "response_header_mode": "SKIP",
+        # response_body_mode: NONE is the default
+        "response_trailer_mode": "SEND",
+    }
+
+
+def test_request_never_bypasses_the_filter() -> None:
+    filter_ = ext_proc()
+    assert "failure_mode_allow" not in filter_
+    assert filter_["status_on_error"]["code"] == "ServiceUnavailable"
+    assert route("front")["match"] == {"prefix": "/"}
+    assert "typed_per_filter_config" not in route("front")
+
+
+@pytest.mark.parametrize(
+    ("header", "allowed"),
+    [
+        ("content-length", True),
+        (DESTINATION_HEADER, True),
+        (KV_TRANSFER_HEADER, True),
+        ("x-request-id", True),
+        ("content-type", True),
+        ("retry-after", True),
+        (":path", False),
+        ("host", False),
+        ("authorization", False),
+        ("x-forwarded-for", False),
+        ("x-kv-transfer-x", False),
+    ],
+)
+def test_filter_changes_only_its_own_headers(header: str, allowed: bool) -> None:
+    rules = ext_proc()["mutation_rules"]
+    assert rules["disallow_all"] is True
+    assert rules["disallow_is_error"] is True
+    assert (re.fullmatch(rules["allow_expression"]["regex"], header) is not None) is allowed
+
+
+def test_filter_that_is_down_is_noticed_within_seconds_and_not_called() -> None:
+    extproc = cluster("extproc")
+    [check] = extproc["health_checks"]
+    assert (check["interval"], check["no_traffic_interval"], check["unhealthy_threshold"]) == ("1s", "1s", 2)
+    assert check["grpc_health_check"]["service_name"] == "envoy.service.ext_proc.v3.ExternalProcessor"
+    assert extproc["common_lb_config"] == {"healthy_panic_threshold": {}}
+
+
+@pytest.mark.parametrize(
+    ("listen", "kind", "address"),
+    [
+        ("unix:/run/x.sock", "STATIC", {"pipe": {"path": "/run/x.sock"}}),
+        ("0.0.0.0:9002", "STATIC", {"socket_address": {"address": "127.0.0.1", "port_value": 9002}}),
+        ("[::]:9002", "STATIC", {"socket_address": {"address": "::1", "port_value": 9002}}),
+        ("filter:9002", "STRICT_DNS", {"socket_address": {"address": "filter", "port_value": 9002}}),
+    ],
+)
+def test_envoy_dials_the_filter_where_it_listens(listen: str, kind: str, address: dict[str, Any]) -> None:
+    extproc = cluster("extproc", change(listen=listen))
+    [target] = extproc["load_assignment"]["endpoints"][0]["lb_endpoints"]
+    assert extproc["type"] == kind
+    assert target["endpoint"]["address"] == address
+
+
+# --- the worker ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["decode", "prefill"])
+def test_request_goes_to_the_named_worker_or_nowhere(name: str) -> None:
+    [policy] = cluster(name)["load_balancing_policy"]["policies"]
+    override = policy["typed_extension_config"]["typed_config"]
+    assert override["override_host_sources"] == [{"metadata": {"key": "envoy.lb", "path": [{"key": DESTINATION_HEADER}]}}]
+    [fallback] = override["fallback_policy"]["policies"]
+    nobody = fallback["typed_extension_config"]
+    assert nobody["name"] == "envoy.load_balancing_policies.subset"
+    # No subset, and NO_FALLBACK, which is the default.
+    assert set(nobody["typed_config"]) == {"@type", "subset_lb_policy"}
+
+
+def test_only_the_filter_can_name_the_decode_worker() -> None:
+    assert ext_proc()["metadata_options"] == {"receiving_namespaces": {"untyped": ["envoy.lb"]}}
+    assert [item["name"] for item in manager("front")["http_filters"]] == [
+        "envoy.filters.http.ext_proc",
+        "envoy.filters.http.router",
+    ]
+
+
+def test_prefill_worker_is_named_by_a_header_that_ends_there() -> None:
+    [rule] = manager("prefill_loop")["http_filters"][0]["typed_config"]["request_rules"]
+    assert rule == {
+        "header": DESTINATION_HEADER,
+        "on_header_present": {"metadata_namespace": "envoy.lb", "key": DESTINATION_HEADER},
+        "remove": True,
+    }
+
+
+@pytest.mark.parametrize("name", ["front", "prefill_loop"])
+def test_only_what_never_reached_a_worker_is_retried(name: str) -> None:
+    policy = route(name)["route"]["retry_policy"]
+    assert set(policy["retry_on"].split(",")) == {"connect-failure", "refused-stream", "reset-before-request"}
+    assert policy["num_retries"] == 1
+
+
+def test_endpoints_are_read_from_the_files_that_are_written(tmp_path: Path) -> None:
+    config = change(envoy=Envoy(eds_dir=str(tmp_path)))
+    for name in ("decode", "prefill"):
+        write_endpoints(tmp_path, name, [])
+        source = cluster(name, config)["eds_cluster_config"]["eds_config"]["path_config_source"]
+        assert Path(source["path"]).exists()
+        assert source["watched_directory"]["path"] == str(tmp_path)
+
+
+def test_direct_prefill_needs_no_listener_and_no_cluster() -> None:
+    static = tree(change(prefill=Prefill()))["static_resources"]
+    assert [item["name"] for item in static["listeners"]] == ["front"]
+    assert [item["name"] for item in static["clusters"]] == ["decode", "extproc"]
+
+
+def test_prefill_socket_is_not_for_everybody() -> None:
+    assert listener("prefill_loop")["address"] == {"pipe": {"path": "/run/baton/prefill.sock", "mode": 0o660}}
+
+
+# --- what a client reads ------------------------------------------------------------------------------------------------
+
+
+def test_filter_reply_is_passed_on_and_comes_first() -> None:
+    first = manager("front")["local_reply_config"]["mappers"][0]
+    expression = first["filter"]["extension_filter"]["typed_config"]["expression"]
+    assert expression == f"response.code_details.startsWith('{FILTER_REPLY_DETAILS}')"
+    assert first["body_format_override"] == {
+        "text_format_source": {"inline_string": "%LOCAL_REPLY_BODY%"},
+        "content_type": "application/json",
+    }
+
+
+def test_envoy_errors_are_shaped_like_openai() -> None:
+    codes = {}
+    for mapper in manager("front")["local_reply_config"]["mappers"][1:]:
+        expression = mapper["filter"]["extension_filter"]["typed_config"]["expression"]
+        text = mapper["body_format_override"]["text_format_source"]["inline_string"]
+        # Envoy would replace a %COMMAND% in it.
+        assert "%" not in text
+        error = json.loads(text)["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert error["param"] is None
+        codes[expression] = (error["type"], error["code"])
+    assert codes == {
+        "response.code == 504 && response.code_details.startsWith('ext_proc')": ("server_error", "timeout"),
+        "response.code == 503 && response.flags == 0": ("server_error", "filter_unavailable"),
+        "response.code == 404": ("invalid_request_error", "not_found"),
+        "response.code == 408": ("invalid_request_error", "timeout"),
+        "response.code == 413": ("invalid_request_error", "request_too_large"),
+        "response.code == 431": ("invalid_request_error", "headers_too_large"),
+        "response.code >= 400 && response.code < 500": ("invalid_request_error", "bad_request"),
+        "response.code == 502 || response.code == 503": ("server_error", "upstream_unavailable"),
+        "response.code == 504": ("server_error", "timeout"),
+        "response.code >= 500": ("server_error", "internal_error"),
+    }
+
+
+def test_worker_cannot_pass_its_answer_off_as_envoys() -> None:
+    assert route("prefill_loop")["response_headers_to_remove"] == [ORIGIN_HEADER]
+    [mapper] = manager("prefill_loop")["local_reply_config"]["mappers"]
+    assert [added["header"] for added in mapper["headers_to_add"]] == [{"key": ORIGIN_HEADER, "value": "envoy"}]
+
+
+def test_worker_addresses_are_shown_only_when_asked_for() -> None:
+    assert "response_headers_to_add" not in route("front")
+    added = route("front", change(envoy=Envoy(debug_headers=True)))["response_headers_to_add"]
+    assert {item["header"]["key"]: item["header"]["value"] for item in added} == {
+        KV_TRANSFER_HEADER: f"%REQ({KV_TRANSFER_HEADER})%",
+        "x-decode-endpoint": "%UPSTREAM_HOST%",
+    }
+    assert not any(item.get("keep_empty_value") for item in added)
+
+
+def test_time_to_first_token_is_measured_at_the_body() -> None:
+    [stats] = [log for log in manager("front")["access_log"] if log["name"] == "envoy.access_loggers.stats"]
+    histograms = stats["typed_config"]["histograms"]
+    assert {item["stat"]["name"]: item["value_format"] for item in histograms} == {
+        "ttft_ms": "%COMMON_DURATION(DS_RX_BEG:US_RX_BODY_BEG:ms)%",
+        "generation_ms": "%COMMON_DURATION(US_RX_BODY_BEG:US_RX_END:ms)%",
+    }
