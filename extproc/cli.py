@@ -51,6 +51,46 @@ def _root(
     """Prefill/decode disaggregation for vLLM behind Envoy."""
 
 
+@app.command(epilog="Examples:  baton up  ·  baton up --prefill 2 --decode 2 --port 9000  ·  baton up --model /models/my-llama")
+def up(
+    prefill: Annotated[int, typer.Option(help="Prefill workers.")] = 1,
+    decode: Annotated[int, typer.Option(help="Decode workers.")] = 1,
+    model: Annotated[
+        str, typer.Option(help="smollm2, a folder in Hugging Face layout, or a name to load from the hub.")
+    ] = "smollm2",
+    engine: Annotated[str, typer.Option(help="What the workers run: vllm.")] = "vllm",
+    host: Annotated[str, typer.Option(help="Address that Envoy listens on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port that Envoy listens on.")] = 8000,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="Keep logs, sockets and generated configuration here instead of a temporary folder.")
+    ] = None,
+    block_size: Annotated[int, typer.Option(help="Tokens in a KV block.")] = 128,
+    max_model_len: Annotated[int | None, typer.Option(help="Longest prompt and answer, in tokens.")] = None,
+    start_timeout: Annotated[float, typer.Option(help="Seconds that the parts may take to get ready.")] = 600.0,
+    once: Annotated[bool, typer.Option("--once", help="Leave after the first answer.")] = False,
+) -> None:
+    """Run Envoy, the filter and vLLM workers on this machine, without GPU or Docker, and ask a first question."""
+    from extproc.up import UpOptions, run_up
+
+    raise typer.Exit(
+        run_up(
+            UpOptions(
+                prefill=prefill,
+                decode=decode,
+                model=model,
+                engine=engine,
+                host=host,
+                port=port,
+                run_dir=run_dir,
+                block_size_tokens=block_size,
+                max_model_len_tokens=max_model_len,
+                start_timeout_s=start_timeout,
+                once=once,
+            )
+        )
+    )
+
+
 @app.command(epilog="Example:  baton serve --config baton.yaml")
 def serve(config: ConfigOption = Path("baton.yaml")) -> None:
     """Run the ext_proc filter until SIGTERM, then drain."""
