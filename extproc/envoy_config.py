@@ -641,7 +641,7 @@ _COMMENTS: Mapping[str, str] = {
     "message_timeout": "The longest prefill, and some time to queue.",
     "grpc_service.retry_policy": "A filter that is being restarted costs a retry, not an error.",
     "metadata_options": "The filter names the decode worker in the metadata that the load balancer reads.",
-    "mutation_rules": "What the filter may change. Anything else is a bug, and says so with a 500.",
+    "mutation_rules": "What the filter may change. Anything else is a bug and fails the request.",
     "listeners.prefill_loop": "The filter makes its prefill calls here, for Envoy's connection pools and statistics.",
     "prefill_loop.address.pipe.mode": "0660: the filter runs as the same user, or in the same group.",
     "mappers.0.headers_to_add": "Tells the filter Envoy's own errors from a worker's.",
