@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import http.client
 import importlib.util
+import itertools
 import json
 import queue
 import re
@@ -21,6 +22,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib import metadata
+from ipaddress import IPv4Address
 from pathlib import Path
 
 import msgspec
@@ -29,17 +31,19 @@ from rich.live import Live
 from rich.table import Table
 from ruamel.yaml import YAML
 
-from extproc import envoy_config, xds
+from extproc import envoy_yaml, xds
 from extproc.config import Config, ConfigError, Drain, Envoy, Prefill, Workers
 from workers import cores, model, vllm
 from workers.process import Child, stop_all
-from workers.ready import PartError, answers, check_alive, free_ports, port_is_free
+from workers.ready import PartError, answers, check_alive, free_ports, port_fault
 
 _LOOPBACK = "127.0.0.1"
 _QUESTION = "What is the capital of France?"
 _HEARTBEAT_S = 10.0
 _POLL_S = 0.2
 _ANSWER_MAX_TOKENS = 40
+_WORKER_GRACE_S = 3.0
+"""An idle vLLM ends within half a second; one that is still starting does not listen to SIGTERM at all."""
 
 _INTERRUPTED = 130
 _FAILED = 1
@@ -86,8 +90,12 @@ class UpOptions:
             raise OptionsError(f"--block-size {self.block_size_tokens}: vLLM on a CPU takes multiples of 32")
         if not 1 <= self.port <= 65535:
             raise OptionsError(f"--port {self.port}: not a port")
-        if not port_is_free(self.host, self.port):
-            raise OptionsError(f"{self.host}:{self.port} is in use; choose another with --port")
+        try:
+            IPv4Address(self.host)
+        except ValueError:
+            raise OptionsError(f"--host {self.host}: not an IPv4 address") from None
+        if fault := port_fault(self.host, self.port):
+            raise OptionsError(f"cannot listen on {self.host}:{self.port}: {fault}; choose another with --port")
 
 
 @dataclass
@@ -205,10 +213,8 @@ def _start(options: UpOptions, envoy: Path, run_dir: Path, console: Console, par
     source = model.resolve(options.model, options.cache_dir)
     ports = iter(free_ports(2 * len(roles) + 2, _LOOPBACK))
     shares = cores.spread(len(roles), cores.usable())
-    addresses: dict[str, list[str]] = {"prefill": [], "decode": []}
-    for role, share in zip(roles, shares, strict=True):
-        name = f"{role}-{len(addresses[role])}"
-        spec = vllm.WorkerSpec(
+    specs = [
+        vllm.WorkerSpec(
             role=role,
             model=str(source),
             local_model=isinstance(source, Path),
@@ -220,20 +226,24 @@ def _start(options: UpOptions, envoy: Path, run_dir: Path, console: Console, par
             max_model_len_tokens=options.max_model_len_tokens,
             threads=max(1, len(share)),
         )
-        command = vllm.command(spec)
-        child = Child(name, command.argv, log=run_dir / f"{name}.log", env=command.env)
-        parts.append(_Part(child, f"http://{_LOOPBACK}:{spec.port}/health"))
-        addresses[role].append(f"{_LOOPBACK}:{spec.port}")
-
+        for role, share in zip(roles, shares, strict=True)
+    ]
     config = stack_config(
         run_dir,
-        prefill=addresses["prefill"],
-        decode=addresses["decode"],
+        prefill=[f"{spec.host}:{spec.port}" for spec in specs if spec.role == "prefill"],
+        decode=[f"{spec.host}:{spec.port}" for spec in specs if spec.role == "decode"],
         listen=f"{options.host}:{options.port}",
         admin=f"{_LOOPBACK}:{next(ports)}",
         envoy_admin=f"{_LOOPBACK}:{next(ports)}",
     )
     config_file, envoy_file = write_configs(config, run_dir)
+
+    counts = {"prefill": itertools.count(), "decode": itertools.count()}
+    for spec in specs:
+        name = f"{spec.role}-{next(counts[spec.role])}"
+        command = vllm.command(spec)
+        child = Child(name, command.argv, log=run_dir / f"{name}.log", env=command.env, grace_s=_WORKER_GRACE_S)
+        parts.append(_Part(child, f"http://{spec.host}:{spec.port}/health"))
     child = Child("filter", filter_command(config_file), log=run_dir / "filter.log")
     parts.append(_Part(child, f"http://{config.admin}/healthz"))
     await_endpoints(config, child)
@@ -264,7 +274,7 @@ def write_configs(config: Config, run_dir: Path) -> tuple[Path, Path]:
     config_file, envoy_file = run_dir / "baton.yaml", run_dir / "envoy.yaml"
     with config_file.open("w", encoding="utf-8") as file:
         YAML().dump(msgspec.to_builtins(config), file)
-    envoy_file.write_text(envoy_config.render(config), encoding="utf-8")
+    envoy_file.write_text(envoy_yaml.render(config), encoding="utf-8")
     return config_file, envoy_file
 
 

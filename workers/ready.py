@@ -55,19 +55,19 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     for one of the many connections of a start-up to sit on a port from that range.
     """
     candidates = random.sample(range(20_000, 32_000), 2_000)
-    found = list(itertools.islice((port for port in candidates if port_is_free(host, port)), count))
+    found = list(itertools.islice((port for port in candidates if port_fault(host, port) is None), count))
     if len(found) < count:
         raise OSError(f"{host} has no {count} free ports between 20000 and 32000")
     return found
 
 
-def port_is_free(host: str, port: int) -> bool:
-    """Whether something could listen there now."""
+def port_fault(host: str, port: int) -> str | None:
+    """Why nothing could listen there now, in the system's words; None if something could."""
     with socket.socket() as listener:
         # As a server would, so that connections that have just closed do not count.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((host, port))
-        except OSError:
-            return False
-        return True
+        except OSError as error:
+            return error.strerror or str(error)
+        return None

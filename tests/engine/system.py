@@ -42,15 +42,12 @@ class System:
 def start_system(model: Path, run_dir: Path) -> System:
     """Start ``baton up`` and wait until it says that it is up."""
     port = free_ports(1)[0]
-    code = (
-        "import sys; from pathlib import Path; from extproc.up import UpOptions, run_up; "
-        f"sys.exit(run_up(UpOptions(model={str(model)!r}, port={port}, run_dir=Path({str(run_dir)!r}), "
-        f"block_size_tokens={BLOCK_SIZE_TOKENS}, start_timeout_s={UP_TIMEOUT_S})))"
-    )
+    command = [sys.executable, "-m", "extproc", "up", "--model", str(model), "--port", str(port)]
+    command += ["--run-dir", str(run_dir), "--block-size", str(BLOCK_SIZE_TOKENS)]
     log = run_dir / "up.log"
     with log.open("w") as output:
         process = subprocess.Popen(
-            [sys.executable, "-c", code],
+            command,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

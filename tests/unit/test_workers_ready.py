@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from workers.process import Child
-from workers.ready import PartError, answers, free_ports, port_is_free, wait_ready
+from workers.ready import PartError, answers, free_ports, port_fault, wait_ready
 
 SERVER = """
 import http.server, sys
@@ -42,9 +42,9 @@ def test_a_part_that_ends_before_it_is_ready_is_reported_with_its_log(tmp_path: 
 def test_free_ports_are_distinct_and_free() -> None:
     ports = free_ports(50)
     assert len(set(ports)) == 50
-    assert all(port_is_free("127.0.0.1", port) for port in ports)
+    assert [port_fault("127.0.0.1", port) for port in ports] == [None] * 50
 
 
 def test_a_port_that_something_listens_on_is_not_free() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        assert not port_is_free("127.0.0.1", listener.getsockname()[1])
+        assert port_fault("127.0.0.1", listener.getsockname()[1]) == "Address already in use"

@@ -36,6 +36,8 @@ def refusal(monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[int, str]:
         ({"decode": -1}, "--decode -1"),
         ({"decode": 17}, "--decode 17"),
         ({"engine": "other"}, "--engine other"),
+        ({"host": "localhost"}, "--host localhost"),
+        ({"host": "192.0.2.1"}, "cannot listen on 192.0.2.1"),
         ({"port": 0}, "--port 0"),
         ({"port": 65536}, "--port 65536"),
         ({"block_size_tokens": 16}, "--block-size 16"),
@@ -50,7 +52,8 @@ def test_bad_options_are_refused_by_name(monkeypatch: pytest.MonkeyPatch, option
 def test_a_busy_front_port_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        assert refusal(monkeypatch, port=port) == (2, f"baton up: 127.0.0.1:{port} is in use; choose another with --port\n")
+        message = f"cannot listen on 127.0.0.1:{port}: Address already in use; choose another with --port"
+        assert refusal(monkeypatch, port=port) == (2, f"baton up: {message}\n")
 
 
 def test_a_missing_envoy_is_an_error_with_the_command_that_helps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
