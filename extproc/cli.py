@@ -130,7 +130,8 @@ def envoy_config(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write here instead of standard output.")] = None,
 ) -> None:
     """Write Envoy's configuration that fits the filter's."""
-    from extproc.envoy_config import EXAMPLE, render
+    from extproc.envoy_config import EXAMPLE
+    from extproc.envoy_yaml import render
 
     try:
         text = render(EXAMPLE if config is None else _load(config))

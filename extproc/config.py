@@ -171,11 +171,15 @@ def _address(field: str, text: str) -> Address:
 
 
 def _worker(field: str, text: str) -> None:
+    # Envoy's endpoint discovery takes addresses only, and the pinned value must equal the endpoint's, byte for byte.
+    address = _address(field, text)
     try:
-        ip_address(_address(field, text).host.strip("[]"))
-    except ValueError as error:
-        # Envoy's endpoint discovery takes addresses only, and the pinned value must equal the endpoint's, byte for byte.
-        raise ConfigError(f"{field}: {text!r}: a worker is ip:port, not a name or a unix socket") from error
+        ip = ip_address(address.host.strip("[]"))
+    except ValueError:
+        raise ConfigError(f"{field}: {text!r}: a worker is ip:port, not a name or a unix socket") from None
+    canonical = f"[{ip}]:{address.port}" if ip.version == 6 else f"{ip}:{address.port}"
+    if text != canonical:
+        raise ConfigError(f"{field}: {text!r}: write it as {canonical!r}, as Envoy does")
 
 
 def parse(text: str, *, source: str = "configuration") -> Config:

@@ -1,19 +1,15 @@
-"""Envoy's bootstrap, made from our configuration: ``build`` gives typed messages, ``render`` commented YAML of them.
+"""Envoy's bootstrap, made from our configuration, as typed messages.
 
-Pure: no I/O. Every setting that is not obvious has its reason in ``_COMMENTS``, which ``render`` puts beside it.
+Pure: no I/O. Why a setting is there stands in :mod:`extproc.envoy_yaml`, which writes it beside the setting.
 """
 
 from __future__ import annotations
 
 import json
-import re
-import textwrap
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
-from typing import Any
 
 import betterproto2
 from envoy_data_plane.envoy.config.accesslog import v3 as accesslog
@@ -80,7 +76,6 @@ _BODY_HEADROOM_BYTES = 1 << 20
 _WORKER_IDLE_TIMEOUT = timedelta(seconds=4)
 _HEALTH_INTERVAL = timedelta(seconds=1)
 _EXTPROC_SLACK_S = 30.0
-_RETRY_ON = "connect-failure,refused-stream,reset-before-request"
 # On requests, and on the filter's own replies. Envoy refuses a regular expression of more than 100 RE2 instructions,
 # about one a character: there is no room for many more.
 _MUTABLE_HEADERS = (
@@ -230,7 +225,6 @@ def _decode_route(config: Config) -> route.Route:
             cluster=DECODE_CLUSTER,
             timeout=timedelta(0),
             idle_timeout=_seconds(config.envoy.idle_timeout_s),
-            retry_policy=_retry_policy(),
         ),
     )
 
@@ -288,7 +282,6 @@ def _prefill_loop(config: Config, address: Address) -> listener.Listener:
             cluster=PREFILL_CLUSTER,
             timeout=_seconds(config.prefill.timeout_s),
             idle_timeout=timedelta(0),
-            retry_policy=_retry_policy(),
         ),
     )
     connections = hcm.HttpConnectionManager(
@@ -501,10 +494,6 @@ def _http_filter(name: str, message: betterproto2.Message) -> hcm.HttpFilter:
     return hcm.HttpFilter(name=name, typed_config=protobuf.Any.pack(message))
 
 
-def _retry_policy() -> route.RetryPolicy:
-    return route.RetryPolicy(retry_on=_RETRY_ON, num_retries=1)
-
-
 def _extension(name: str, message: betterproto2.Message) -> core.TypedExtensionConfig:
     return core.TypedExtensionConfig(name=name, typed_config=protobuf.Any.pack(message))
 
@@ -575,154 +564,3 @@ def _address(address: Address, *, mode: int = 0) -> core.Address:
     if address.path:
         return core.Address(pipe=core.Pipe(path=address.path, mode=mode))
     return core.Address(socket_address=core.SocketAddress(address=address.host.strip("[]"), port_value=address.port))
-
-
-# --- YAML -------------------------------------------------------------------------------------------------------------
-
-_HEADER = """
-The configuration of Envoy for Baton, made by `baton envoy-config`: change that, not this file.
-
-Clients reach the listener `front`. The ext_proc filter holds each request while Baton picks the workers and makes the
-prefill call; then Envoy sends it to the one decode worker that Baton named, and streams the answer back by itself.
-""".strip()
-
-# Path of a setting (its end is enough; a list item goes by its name, or by its index) -> why it is there. A comment
-# stands at the first place where its path occurs.
-_COMMENTS: Mapping[str, str] = {
-    "admin": "Anybody who reaches this port controls Envoy: loopback only.",
-    "listeners.front": "Clients connect here, with HTTP/1.1 or HTTP/2.",
-    "front.per_connection_buffer_limit_bytes": (
-        "How much Envoy reads ahead of a slow peer, each way. It does not limit request bodies: "
-        "`request_body_buffer_limit` does."
-    ),
-    "front.tcp_keepalive": (
-        "A client whose machine vanished without a word is noticed after a minute, and its decode cancelled."
-    ),
-    "use_remote_address": "x-forwarded-for and the client address in the log come from the connection.",
-    "preserve_external_request_id": (
-        "A client's own x-request-id is kept, so that it names the request in every log; without one Envoy makes it."
-    ),
-    "normalize_path": "The path that the filter decides on is the path that the worker serves.",
-    "path_with_escaped_slashes_action": (
-        "Names of models have slashes: /v1/models/org%2Fname is a legal request. Unescaped here, so that nobody behind "
-        "sees two spellings of one path."
-    ),
-    "headers_with_underscores_action": (
-        "Some servers read a_b as a-b: such a header could pose as one that was stripped. Dropped, not refused: "
-        "clients send them in good faith."
-    ),
-    "request_headers_timeout": "Against clients that send headers a byte at a time.",
-    "stream_idle_timeout": (
-        "Longest silence on a request. The timer also runs while the filter holds it. There is no limit on the whole "
-        "duration: a long answer is not an error."
-    ),
-    "early_header_mutation_extensions": "Runs before everything else: a client cannot choose workers or KV sources.",
-    "local_reply_config": "Envoy's own errors, in the shape of OpenAI's. The first mapper that matches wins.",
-    "local_reply_config.mappers.0": "The filter's own answer: its body is already in that shape and is left alone.",
-    "routes.decode.request_body_buffer_limit": (
-        "A larger body is answered 413. The filter does so at `limits.max_body_bytes`; this is 1 MiB more, because it "
-        "also holds for the body that the filter gives back, which is longer by the KV parameters."
-    ),
-    "typed_config.http2_protocol_options": (
-        "With HTTP/2, Envoy takes the larger of the stream window and `request_body_buffer_limit` as the limit of a "
-        "body: the default window of 16 MiB would undo a smaller limit."
-    ),
-    "no_traffic_interval": "The default, 60 s, would also hold for the first minute of traffic.",
-    "routes.decode.route.timeout": "The default, 15 s, would cut every longer answer.",
-    "routes.decode.route.retry_policy": "Only where the request surely never reached a worker.",
-    "access_log.envoy.access_loggers.stats": (
-        "Time to first token, without looking at a single chunk: from the first byte of the request to the first byte "
-        "of the answer's body (headers may come long before that). Only of streams that came to their end."
-    ),
-    "typed_config.processing_mode": (
-        "The response never passes through the filter. Asking for its trailers costs nothing and keeps the gRPC stream "
-        "open to the end of the answer: that is how the filter learns of it."
-    ),
-    "message_timeout": "The longest prefill, and some time to queue.",
-    "grpc_service.retry_policy": "A filter that is being restarted costs a retry, not an error.",
-    "metadata_options": "The filter names the decode worker in the metadata that the load balancer reads.",
-    "mutation_rules": "What the filter may change. Anything else is a bug and fails the request.",
-    "listeners.prefill_loop": "The filter makes its prefill calls here, for Envoy's connection pools and statistics.",
-    "prefill_loop.address.pipe.mode": "0660: the filter runs as the same user, or in the same group.",
-    "mappers.0.headers_to_add": "Tells the filter Envoy's own errors from a worker's.",
-    "bypass_overload_manager": (
-        "A flood of clients must not stop the prefill calls of those that got in. Not `ignore_global_conn_limit`: with "
-        "that, each connection closed here would make room for one client too many (Envoy 1.40)."
-    ),
-    "clusters.decode": "Endpoints come from a file that Baton replaces by a rename; Envoy notices nothing else.",
-    "clusters.decode.load_balancing_policy": (
-        "Exactly the worker that the filter named: KV blocks wait for that one, any other would be silently wrong. If "
-        "it is not in the file, or none was named, the fallback chooses, which is a subset policy with no subsets and "
-        "with NO_FALLBACK (its default): nobody, and the answer is 503."
-    ),
-    "filters.http.header_to_metadata": (
-        "The filter names the prefill worker in a header, which may choose here: nobody else reaches this listener. It "
-        "becomes metadata, because a header that is removed on the route is gone before the load balancer reads it."
-    ),
-    "circuit_breakers": "Admission is the filter's business; Envoy's 1024 would refuse requests held in prefill.",
-    "upstream_connection_options": "A worker whose machine is gone is noticed after a minute.",
-    "common_http_protocol_options.idle_timeout": (
-        "uvicorn (vLLM) closes a connection that was idle for 5 s, and loses a request that is sent at that moment. "
-        "Envoy closes it first."
-    ),
-    "healthy_panic_threshold": "0 %: if no filter is healthy, say so at once instead of trying them all.",
-    "overload_manager": "Connections beyond this are closed at once: memory stays bounded.",
-}
-
-
-def render(config: Config) -> str:
-    """``build(config)`` as YAML with comments; the same configuration gives the same bytes. Raises ConfigError."""
-    tree = build(config).to_dict(casing=betterproto2.Casing.SNAKE)
-    return "\n".join([*_comment(_HEADER, 0), *_emit(tree, 0, "", dict(_COMMENTS)), ""])
-
-
-def _emit(node: Any, indent: int, path: str, comments: dict[str, str]) -> Iterator[str]:
-    """The lines of one mapping or list. A comment that is used is taken out of ``comments``."""
-    pad = " " * indent
-    if isinstance(node, Mapping):
-        for key, value in node.items():
-            below = f"{path}.{key}"
-            yield from _comment(_take(comments, below), indent)
-            if isinstance(value, Mapping | list) and value:
-                yield f"{pad}{_scalar(key)}:"
-                yield from _emit(value, indent + 2, below, comments)
-            else:
-                yield f"{pad}{_scalar(key)}: {_scalar(value)}"
-        return
-    for index, item in enumerate(node):
-        named = isinstance(item, Mapping) and isinstance(item.get("name"), str)
-        below = f"{path}.{item['name'] if named else index}"
-        yield from _comment(_take(comments, below), indent)
-        if isinstance(item, Mapping | list) and item:
-            dash = f"{pad}- "
-            for line in _emit(item, indent + 2, below, comments):
-                if dash and not line.lstrip().startswith("#"):
-                    line, dash = dash + line[len(dash) :], ""
-                yield line
-        else:
-            yield f"{pad}- {_scalar(item)}"
-
-
-def _take(comments: dict[str, str], path: str) -> str:
-    found = next((key for key in comments if path.endswith(f".{key}")), None)
-    return "" if found is None else comments.pop(found)
-
-
-def _comment(text: str, indent: int) -> Iterator[str]:
-    for paragraph in text.splitlines():
-        for line in textwrap.wrap(paragraph, 118 - indent) or [""]:
-            yield f"{' ' * indent}# {line}".rstrip()
-
-
-_PLAIN = re.compile(r"[A-Za-z_/][A-Za-z0-9_./-]*")
-_YAML_WORDS = frozenset(("true", "false", "null", "yes", "no", "on", "off", "y", "n"))
-
-
-def _scalar(value: Any) -> str:
-    """A scalar, or an empty collection, as YAML: plain words as they are, everything else as JSON, which is YAML."""
-    if isinstance(value, str):
-        if _PLAIN.fullmatch(value) and value.lower() not in _YAML_WORDS:
-            return value
-        if '"' in value and value.isprintable():
-            return "'" + value.replace("'", "''") + "'"
-    return json.dumps(value, ensure_ascii=False)

@@ -13,10 +13,7 @@ import aiohttp
 
 from extproc.config import Address, Prefill
 from extproc.errors import ApiError, RelayedError
-from extproc.headers import DESTINATION_HEADER
-
-_ORIGIN_HEADER = "x-baton-origin"
-"""Envoy's loopback listener sets it on answers of its own, which no worker gave."""
+from extproc.headers import DESTINATION_HEADER, ORIGIN_HEADER
 
 # uvicorn, the engine's server, closes a connection after 5 s of silence; a call sent just then would break.
 _KEEPALIVE_S = 4.0
@@ -78,7 +75,7 @@ class PrefillClient:
             reply = await self._read(response)
             if response.status == 200:
                 return reply
-            if response.headers.get(_ORIGIN_HEADER):
+            if response.headers.get(ORIGIN_HEADER):
                 raise _ENVOY_FAULTS.get(response.status, _unreachable)()
             if 400 <= response.status < 500 and response.status != 429:
                 raise RelayedError(response.status, response.headers.get("content-type", "application/json"), reply)

@@ -18,7 +18,7 @@ from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as pb_grpc
 from envoy.type.v3 import http_status_pb2
 
-from extproc.headers import DESTINATION_HEADER, LB_NAMESPACE
+from extproc.headers import DESTINATION_HEADER, FILTER_REPLY_DETAILS, LB_NAMESPACE
 
 SERVICE_NAME = "envoy.service.ext_proc.v3.ExternalProcessor"
 
@@ -160,7 +160,7 @@ def immediate_reply(answer: Immediate) -> Any:
     immediate = reply.immediate_response
     immediate.status.CopyFrom(http_status_pb2.HttpStatus(code=answer.status))
     immediate.body = answer.body
-    immediate.details = f"baton_{answer.code}"
+    immediate.details = f"{FILTER_REPLY_DETAILS}_{answer.code}"
     option = immediate.headers.set_headers.add(append_action=_OVERWRITE)
     option.header.key = "content-type"
     option.header.raw_value = answer.content_type.encode()

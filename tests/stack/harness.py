@@ -18,7 +18,7 @@ import aiohttp
 import msgspec
 
 from extproc.config import Config, Workers
-from extproc.envoy_config import render
+from extproc.envoy_yaml import render
 from tests.stack.fake_worker import FakeWorker, decode_answer, prefill_answer
 from workers.process import Child
 from workers.ready import free_ports

@@ -37,6 +37,9 @@ def test_the_smallest_configuration_is_the_workers() -> None:
         ("workers: {prefill: [], decode: ['10.0.0.2:1']}", "workers.prefill: at least one"),
         ("workers: {prefill: ['10.0.0.1:99999'], decode: ['10.0.0.2:1']}", "workers.prefill[0]: '10.0.0.1:99999'"),
         ("workers: {prefill: ['10.0.0.1:1'], decode: ['gpu-3:1']}", "workers.decode[0]: 'gpu-3:1': a worker is ip:port"),
+        ("workers: {prefill: ['[0:0:0:0:0:0:0:1]:1'], decode: ['10.0.0.2:1']}", "write it as '[::1]:1'"),
+        ("workers: {prefill: ['10.0.0.1:0080'], decode: ['10.0.0.2:1']}", "write it as '10.0.0.1:80'"),
+        ("workers: {prefill: ['unix:/run/w.sock'], decode: ['10.0.0.2:1']}", "not a name or a unix socket"),
         ("workers: {prefill: ['10.0.0.1:1', '10.0.0.1:1'], decode: ['10.0.0.2:1']}", "stands there twice"),
     ],
 )
