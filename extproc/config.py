@@ -55,7 +55,9 @@ class Workers(_Section, frozen=True, kw_only=True):
     """The workers, as ``ip:port`` of their HTTP server. Envoy pins by address, so these must be IP addresses."""
 
     prefill: list[str]
+    """Started with a NixlConnector; they take the prompts."""
     decode: list[str]
+    """Started with a NixlConnector; they stream the answers."""
 
 
 class Prefill(_Section, frozen=True, kw_only=True):
@@ -66,6 +68,7 @@ class Prefill(_Section, frozen=True, kw_only=True):
     timeout_s: float = 120.0
     """One prefill call, from dispatch to the last byte of its reply."""
     connect_timeout_s: float = 2.0
+    """To the worker, or to Envoy's loopback listener."""
     max_concurrent: int = 10_000
     """Prefill calls in flight; one more is answered 429."""
     max_reply_bytes: int = 16 << 20
@@ -76,11 +79,15 @@ class Health(_Section, frozen=True, kw_only=True):
     """How the filter finds out which workers are live: ``GET path`` on each of them."""
 
     path: str = "/health"
+    """200 means live."""
     interval_s: float = 1.0
+    """From the end of one probe to the next."""
     timeout_s: float = 2.0
+    """A probe without an answer by then has failed."""
     unhealthy_threshold: int = 3
     """Failed probes in a row after which a worker gets no more requests."""
     healthy_threshold: int = 1
+    """Good probes in a row after which it gets requests again."""
 
 
 class Limits(_Section, frozen=True, kw_only=True):
@@ -89,13 +96,14 @@ class Limits(_Section, frozen=True, kw_only=True):
     max_body_bytes: int = 64 << 20
     """A larger request body is answered 413, by Envoy and by the filter alike."""
     max_streams: int = 20_000
-    """Requests that the filter holds at once; gRPC refuses more."""
+    """Requests open at once, from their headers to the end of their answers; one more is answered 429."""
 
 
 class Drain(_Section, frozen=True, kw_only=True):
     """What happens at SIGTERM: health goes NOT_SERVING, ``delay_s`` passes for Envoy to notice, streams finish, exit."""
 
     delay_s: float = 3.0
+    """Requests that come in the meantime are served."""
     timeout_s: float = 600.0
     """After this the remaining streams are cut."""
 
@@ -106,6 +114,7 @@ class Envoy(_Section, frozen=True, kw_only=True):
     listen: str = "0.0.0.0:8000"
     """Clients connect here (plain HTTP/1.1 and HTTP/2)."""
     admin: str = "127.0.0.1:9901"
+    """Envoy's own admin port: a loopback address, since whoever reaches it controls Envoy."""
     eds_dir: str | None = None
     """``baton serve`` writes ``decode.json`` and ``prefill.json`` here for Envoy to watch; null: it writes nothing."""
     idle_timeout_s: float = 600.0
@@ -128,6 +137,7 @@ class Config(_Section, frozen=True, kw_only=True):
     drain: Drain = Drain()
     envoy: Envoy = Envoy()
     log_level: str = "info"
+    """debug, info, warning or error; every request is one line at info."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot work, naming the field. Raises ConfigError."""

@@ -48,7 +48,7 @@ class InferenceRequest(msgspec.Struct, frozen=True):
 
     def prefill_body(self, kv_transfer_params: bytes) -> bytes:
         """The same prompt, asked for one token and its KV blocks."""
-        fields = {key: value for key, value in self.fields.items() if key not in _PREFILL_DROPS}
+        fields = {key: value for key, value in self.fields.items() if key not in PREFILL_DROPS}
         if self.treatment is Treatment.CHAT:
             # vLLM takes max_completion_tokens before max_tokens; a second spelling left in would win or contradict.
             cap = "max_completion_tokens" if _given(fields, "max_completion_tokens") else "max_tokens"
@@ -56,14 +56,14 @@ class InferenceRequest(msgspec.Struct, frozen=True):
             fields.pop("max_tokens", None)
         else:
             cap = "max_tokens"
-        for key, value in {cap: b"1", **_PREFILL_SETS}.items():
+        for key, value in {cap: b"1", **PREFILL_SETS}.items():
             fields[key] = msgspec.Raw(value)
         fields["kv_transfer_params"] = msgspec.Raw(kv_transfer_params)
         return _encode(fields)
 
     def whole_reason(self) -> str | None:
         """Why this request cannot be handed over, or None if it can."""
-        for key, applies, reason in _WHOLE_RULES:
+        for key, applies, reason in WHOLE_RULES:
             value = self.fields.get(key)
             if value is not None and applies(memoryview(value)):
                 return reason
@@ -71,7 +71,7 @@ class InferenceRequest(msgspec.Struct, frozen=True):
 
 
 # Each with the failure that it prevents.
-_PREFILL_DROPS = frozenset(
+PREFILL_DROPS = frozenset(
     (
         "stream_options",  # refused where stream is false
         "stream_interval",
@@ -86,7 +86,7 @@ _PREFILL_DROPS = frozenset(
     )
 )
 
-_PREFILL_SETS: Mapping[str, bytes] = {
+PREFILL_SETS: Mapping[str, bytes] = {
     "stream": b"false",  # a streamed answer carries no kv_transfer_params and leaves its blocks pinned
     "n": b"1",
     "ignore_eos": b"true",  # an EOS as first token must still yield a handoff
@@ -118,7 +118,7 @@ def _list_of_prompts(value: memoryview) -> bool:
 
 
 # The engine converts types freely ("2" counts as 2), so what is not plainly harmless goes whole.
-_WHOLE_RULES: tuple[tuple[str, Callable[[memoryview], bool], str], ...] = (
+WHOLE_RULES: tuple[tuple[str, Callable[[memoryview], bool], str], ...] = (
     ("n", lambda value: not _one(value), "n"),  # the first completion frees the blocks under its siblings
     ("best_of", lambda value: not _one(value), "best_of"),
     ("prompt", _list_of_prompts, "prompt_list"),  # one handoff would be used for every prompt

@@ -1,0 +1,155 @@
+"""The references in ``docs/``, made from the code: ``python -m extproc.reference docs`` writes them.
+
+Each is a pure function from the code to Markdown, so that a test can hold the files against it.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from extproc import config
+from extproc.errors import CODES
+from extproc.handoff.nixl_pull import NixlPull
+from extproc.inference import PREFILL_DROPS, PREFILL_SETS, TRANSFER_KEYS, WHOLE_RULES
+from extproc.observe.metrics import Metrics
+from extproc.paths import TABLE, Treatment
+
+_GENERATED = "<!-- Made by `make generate` from the code; change that. -->\n"
+
+
+def configuration() -> str:
+    """Every field of ``baton.yaml``."""
+    lines = [
+        _GENERATED,
+        "# Configuration\n",
+        "`baton serve` and `baton envoy-config` read one YAML file. Unknown keys are refused.\n",
+    ]
+    lines += [
+        "The smallest file:\n",
+        "```yaml",
+        "workers:",
+        '  prefill: ["10.0.0.1:8100"]',
+        '  decode: ["10.0.0.2:8200"]',
+        "```\n",
+    ]
+    lines += _section("", config.Config)
+    return "\n".join(lines) + "\n"
+
+
+def _section(prefix: str, section: Any) -> list[str]:
+    documented = _field_docs(section)
+    rows: list[tuple[str, str, str, str]] = []
+    below: list[str] = []
+    for field in msgspec.structs.fields(section):
+        name = f"{prefix}{field.name}"
+        if inspect.isclass(field.type) and issubclass(field.type, msgspec.Struct):
+            doc = " ".join((inspect.getdoc(field.type) or "").split())
+            below += [f"\n## `{name}`\n", f"{doc}\n", *_section(f"{name}.", field.type)]
+            continue
+        default = "required" if field.required else f"`{_yaml(field.default)}`"
+        kind = getattr(field.type, "__name__", "") if not hasattr(field.type, "__args__") else str(field.type)
+        rows.append((f"`{name}`", kind.replace("|", "\\|"), default, documented.get(field.name, "")))
+    table = ["| field | type | default | meaning |", "|---|---|---|---|", *(f"| {' | '.join(row)} |" for row in rows)]
+    return [*(table if rows else []), *below]
+
+
+def _yaml(value: object) -> str:
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
+
+
+def _field_docs(section: Any) -> dict[str, str]:
+    """The string below each field of a class."""
+    (tree,) = ast.parse(inspect.getsource(section)).body
+    assert isinstance(tree, ast.ClassDef)
+    docs: dict[str, str] = {}
+    for field, text in zip(tree.body, tree.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
+            docs[field.target.id] = " ".join(str(ast.literal_eval(text.value)).split())
+    return docs
+
+
+def errors() -> str:
+    """Every code that a client can read in an answer of the filter."""
+    lines = [
+        _GENERATED,
+        "# Errors\n",
+        "Baton answers in the shape of the OpenAI API, with the content type `application/json`:\n",
+        '```json\n{"error": {"message": "…", "type": "…", "param": null, "code": "…"}}\n```\n',
+        "`code` is stable and counted (`baton_requests_total{outcome=…}`). A prefill worker's own 4xx, and every answer of a",
+        "decode worker, reach the client as they are. Envoy's own errors have the same shape; their codes stand at",
+        "`local_reply_config` in [envoy.yaml](../envoy/envoy.yaml).\n",
+        "| status | code | type | when |",
+        "|---|---|---|---|",
+    ]
+    lines += [
+        f"| {k.status} | `{code}` | `{k.type}` | {k.meaning} |" for code, k in sorted(CODES.items(), key=lambda i: i[1].status)
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def requests() -> str:
+    """How each path and each body is treated."""
+    by_treatment = {how: sorted(path for path, found in TABLE.items() if found is how) for how in Treatment}
+    lines = [_GENERATED, "# What happens to a request\n", "| path | treatment |", "|---|---|"]
+    meaning = {
+        Treatment.CHAT: "prefill and decode apart",
+        Treatment.COMPLETIONS: "prefill and decode apart",
+        Treatment.WHOLE: "one decode worker does all of it, unchanged",
+        Treatment.REFUSED: "404: it controls the engine, or shows what others ask",
+    }
+    lines += [f"| {' '.join(f'`{path}`' for path in by_treatment[how])} | {meaning[how]} |" for how in Treatment]
+    lines += [
+        "| every other path | one decode worker does all of it, unchanged |\n",
+        "## Never passed on from a client\n",
+        "On every path: the keys "
+        + ", ".join(f"`{key}`" for key in TRANSFER_KEYS)
+        + " at the top level of a JSON body, inside",
+        "`vllm_xargs` and inside `sampling_params.extra_args`, and every routing header (`extproc/headers.py`).\n",
+        "## The prefill leg\n",
+        "The client's body with these keys set: "
+        + ", ".join(f"`{key}: {value.decode()}`" for key, value in PREFILL_SETS.items()),
+        f"and the token cap that the client uses at 1; `kv_transfer_params: {NixlPull().prefill_params().decode()}` added;",
+        "and these taken out: " + ", ".join(f"`{key}`" for key in sorted(PREFILL_DROPS)) + ".\n",
+        "## The decode leg\n",
+        "Exactly what the client sent, and the `kv_transfer_params` of the prefill's reply, byte for byte.\n",
+        "## Whole to one worker\n",
+        "What one handoff cannot serve is counted in `baton_whole_requests_total` by reason:\n",
+        "| reason | field |",
+        "|---|---|",
+        *(f"| `{reason}` | `{key}` |" for key, _, reason in WHOLE_RULES),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def metrics() -> str:
+    """Every metric of the filter."""
+    lines = [
+        _GENERATED,
+        "# Metrics\n",
+        "On the admin port at `/metrics`, in the Prometheus text format.\n",
+        "| metric | type | meaning |",
+        "|---|---|---|",
+    ]
+    for family in Metrics().registry.collect():
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        lines.append(f"| `{name}` | {family.type} | {family.documentation} |")
+    return "\n".join(lines) + "\n"
+
+
+PAGES = {"configuration.md": configuration, "errors.md": errors, "requests.md": requests, "metrics.md": metrics}
+
+
+def main(directory: str) -> None:
+    """Write every page into ``directory``."""
+    for name, page in PAGES.items():
+        (Path(directory) / name).write_text(page(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
