@@ -137,6 +137,8 @@ def _group_lives(group: int) -> bool:
 
 def _reap_adopted(command: int | None) -> None:
     """Collect adopted children that have ended, but never the command: its status belongs to its Popen."""
+    if sys.platform != "linux":
+        return  # nothing is adopted there
     with contextlib.suppress(ChildProcessError):
         while True:
             ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
