@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from ruamel.yaml import YAML
@@ -23,7 +23,7 @@ class ConfigError(ValueError):
 
 
 class Address(msgspec.Struct, frozen=True):
-    """Where something listens or is reached: ``host:port``, or ``unix:/path`` (then ``path`` is set and ``host`` empty)."""
+    """Where something listens or is reached: `host:port`, or `unix:/path` (then `path` is set and `host` empty)."""
 
     host: str = ""
     port: int = 0
@@ -31,7 +31,7 @@ class Address(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """``"10.0.0.1:8100"``, ``"[::1]:8100"`` or ``"unix:/run/x.sock"`` -> Address. Raises ValueError."""
+        """`"10.0.0.1:8100"`, `"[::1]:8100"` or `"unix:/run/x.sock"` -> Address. Raises ValueError."""
         if text.startswith("unix:"):
             path = text.removeprefix("unix:")
             # sun_path holds 108 bytes with its terminating NUL (unix(7)).
@@ -52,7 +52,7 @@ class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class Workers(_Section, frozen=True, kw_only=True):
-    """The workers, as ``ip:port`` of their HTTP server. Envoy pins by address, so these must be IP addresses."""
+    """The workers, as `ip:port` of their HTTP server. Envoy pins by address, so these must be IP addresses."""
 
     prefill: list[str]
     """Started with a NixlConnector; they take the prompts."""
@@ -61,22 +61,46 @@ class Workers(_Section, frozen=True, kw_only=True):
 
 
 class Prefill(_Section, frozen=True, kw_only=True):
-    """How the filter makes prefill calls."""
+    """How the filter makes prefill calls, and what happens when they fail."""
 
     via: str = "direct"
-    """``direct``: straight to the worker. ``unix:/path`` or ``host:port``: through Envoy's loopback listener there."""
+    """`direct`: straight to the worker. `unix:/path` or `host:port`: through Envoy's loopback listener there."""
     timeout_s: float = 120.0
-    """One prefill call, from dispatch to the last byte of its reply."""
+    """One deadline for everything up to the handoff, retries included. A request may shorten it with the header
+    `x-request-timeout-ms`."""
+    attempt_timeout_s: float | None = None
+    """One call, where a slow worker shall not use up the whole deadline. null: only the deadline counts."""
     connect_timeout_s: float = 2.0
     """To the worker, or to Envoy's loopback listener."""
+    retries: int = 1
+    """How many other prefill workers are tried after a failure. Never after a 4xx about the request. 0 forbids it."""
+    fallback: Literal["fail", "aggregate"] = "fail"
+    """When no prefill could be had: `fail` answers 502, 503 or 504; `aggregate` lets the decode worker do it all."""
+    tokenise_once: bool = True
+    """Take the prompt's token ids from the prefill's reply and give them to the decode worker (chat and completions)."""
     max_concurrent: int = 10_000
     """Prefill calls in flight; one more is answered 429."""
     max_reply_bytes: int = 16 << 20
-    """A prefill reply is small (block ids); a larger one is an error."""
+    """A prefill reply is small (block and token ids); a larger one is an error."""
+
+
+class Handoff(_Section, frozen=True, kw_only=True):
+    """How long KV blocks may wait on the prefill worker, and how they are given back."""
+
+    lease_s: float = 30.0
+    """The engine's `kv_lease_duration`: after it, blocks are reused while a late decode would still read them."""
+    max_age_share: float = 0.5
+    """A handoff older than this share of the lease is not used: the prompt is prefilled again, within the deadline."""
+    release: bool = True
+    """Give back the blocks of a handoff that no decode worker will fetch, instead of leaving them to the lease."""
+    release_queue: int = 1024
+    """Releases waiting at once; one more is dropped, counted, and left to the lease."""
+    release_timeout_s: float = 5.0
+    """One release call."""
 
 
 class Health(_Section, frozen=True, kw_only=True):
-    """How the filter finds out which workers are live: ``GET path`` on each of them."""
+    """How the filter finds out which workers are live: `GET path` on each of them."""
 
     path: str = "/health"
     """200 means live."""
@@ -100,7 +124,7 @@ class Limits(_Section, frozen=True, kw_only=True):
 
 
 class Drain(_Section, frozen=True, kw_only=True):
-    """What happens at SIGTERM: health goes NOT_SERVING, ``delay_s`` passes for Envoy to notice, streams finish, exit."""
+    """What happens at SIGTERM: health goes NOT_SERVING, `delay_s` passes for Envoy to notice, streams finish, exit."""
 
     delay_s: float = 3.0
     """Requests that come in the meantime are served."""
@@ -109,29 +133,33 @@ class Drain(_Section, frozen=True, kw_only=True):
 
 
 class Envoy(_Section, frozen=True, kw_only=True):
-    """What ``baton envoy-config`` puts into Envoy's configuration, and where endpoint files go."""
+    """What `baton envoy-config` puts into Envoy's configuration, and where endpoint files go."""
 
     listen: str = "0.0.0.0:8000"
     """Clients connect here (plain HTTP/1.1 and HTTP/2)."""
     admin: str = "127.0.0.1:9901"
     """Envoy's own admin port: a loopback address, since whoever reaches it controls Envoy."""
     eds_dir: str | None = None
-    """``baton serve`` writes ``decode.json`` and ``prefill.json`` here for Envoy to watch; null: it writes nothing."""
+    """`baton serve` writes `decode.json` and `prefill.json` here for Envoy to watch; null: it writes nothing."""
     idle_timeout_s: float = 600.0
     """Longest silence on a request: covers the wait for the prefill and every gap between tokens."""
     debug_headers: bool = False
-    """Add ``x-kv-transfer`` and ``x-decode-endpoint`` to responses. They name worker addresses: not for the internet."""
+    """Add `x-kv-transfer` and `x-decode-endpoint` to responses. They name worker addresses: not for the internet."""
+
+
+_MAY_BE_ZERO = (("drain", "delay_s"), ("prefill", "retries"))
 
 
 class Config(_Section, frozen=True, kw_only=True):
-    """Everything ``baton serve`` and ``baton envoy-config`` need."""
+    """Everything `baton serve` and `baton envoy-config` need."""
 
     workers: Workers
     listen: str = "unix:/run/baton/extproc.sock"
     """The gRPC server that Envoy's ext_proc filter calls."""
     admin: str = "127.0.0.1:9003"
-    """``/metrics`` and ``/healthz``."""
+    """`/metrics` and `/healthz`."""
     prefill: Prefill = Prefill()
+    handoff: Handoff = Handoff()
     health: Health = Health()
     limits: Limits = Limits()
     drain: Drain = Drain()
@@ -157,13 +185,15 @@ class Config(_Section, frozen=True, kw_only=True):
                 raise ConfigError(f"workers.{role}: at least one worker is needed")
             if len(set(endpoints)) != len(endpoints):
                 raise ConfigError(f"workers.{role}: the same worker stands there twice")
-        for section in ("prefill", "health", "limits", "drain", "envoy"):
+        for section in ("prefill", "handoff", "health", "limits", "drain", "envoy"):
             values: dict[str, Any] = msgspec.structs.asdict(getattr(self, section))
             for name, value in values.items():
                 if isinstance(value, int | float) and not isinstance(value, bool):
-                    least = 0 if (section, name) == ("drain", "delay_s") else 1e-3
+                    least = 0 if (section, name) in _MAY_BE_ZERO else 1e-3
                     if not least <= value < 1e12:
                         raise ConfigError(f"{section}.{name}: {value} is not a positive number")
+        if self.handoff.max_age_share > 1:
+            raise ConfigError(f"handoff.max_age_share: {self.handoff.max_age_share:g} is over 1: such a handoff has no lease")
         if self.envoy.idle_timeout_s <= self.prefill.timeout_s:
             raise ConfigError(
                 f"envoy.idle_timeout_s ({self.envoy.idle_timeout_s:g} s) must be longer than prefill.timeout_s "

@@ -1,4 +1,4 @@
-"""What the client is told when a request cannot be served: one table of codes, and the OpenAI-shaped body.
+"""What the client is told when a request cannot be served: one table of codes, and the bodies in either API's shape.
 
 Only data and its rendering live here; who raises what is the business of the module that finds the fault.
 """
@@ -25,6 +25,10 @@ CODES: dict[str, Kind] = {
     "empty_body": Kind(400, _INVALID, "the endpoint needs a JSON body and got none"),
     "invalid_json": Kind(400, _INVALID, "the body is not JSON in UTF-8, or nested too deeply"),
     "not_an_object": Kind(400, _INVALID, "the body is JSON but not an object"),
+    "bad_timeout": Kind(400, _INVALID, "x-request-timeout-ms is not a positive number of milliseconds"),
+    "model_missing": Kind(400, _INVALID, "the body names no model"),
+    "model_not_found": Kind(404, _INVALID, "no live worker serves the model"),
+    "duplicate_key": Kind(400, _INVALID, "a key stands twice at the top level of the body"),
     "not_found": Kind(404, _INVALID, "an endpoint that controls the engine: never reachable through Baton"),
     "unsupported_media_type": Kind(415, _INVALID, "the endpoint takes application/json only"),
     "request_too_large": Kind(413, _INVALID, "the body is over limits.max_body_bytes"),
@@ -34,8 +38,19 @@ CODES: dict[str, Kind] = {
     "handoff_invalid": Kind(502, _SERVER, "the prefill worker's reply holds no usable kv_transfer_params"),
     "no_prefill_worker": Kind(503, _SERVER, "no prefill worker is live"),
     "no_decode_worker": Kind(503, _SERVER, "no decode worker is live"),
-    "prefill_timeout": Kind(504, _SERVER, "the prefill took longer than prefill.timeout_s"),
+    "prefill_timeout": Kind(504, _SERVER, "no prefill was done within the deadline"),
     "internal_error": Kind(500, _SERVER, "a fault of Baton itself; the log has the request id"),
+}
+
+
+# Anthropic's names for the kinds of errors, by status; what is missing is an api_error.
+_ANTHROPIC_TYPES = {
+    400: _INVALID,
+    404: "not_found_error",
+    413: "request_too_large",
+    415: _INVALID,
+    429: "rate_limit_error",
+    503: "overloaded_error",
 }
 
 
@@ -54,10 +69,15 @@ class ApiError(Exception):
         """HTTP status."""
         return self.kind.status
 
-    def body(self) -> bytes:
-        """The answer: ``{"error": {"message", "type", "param", "code"}}``, the shape of the OpenAI API."""
+    def openai_body(self) -> bytes:
+        """``{"error": {"message", "type", "param", "code"}}``."""
         error = {"message": self.message, "type": self.kind.type, "param": self.param, "code": self.code}
         return msgspec.json.encode({"error": error})
+
+    def anthropic_body(self) -> bytes:
+        """``{"type": "error", "error": {"type", "message"}}``, with our code beside them."""
+        kind = _ANTHROPIC_TYPES.get(self.status, "api_error")
+        return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": self.message, "code": self.code}})
 
 
 class RelayedError(Exception):

@@ -7,12 +7,13 @@ answered. The journey has four phases, and :data:`PHASES` says which events may 
         └─ no body: straight to ANSWER ─┘
 
 * HEADERS: the path says how the request is treated; routing headers that the client sent go.
-* BODY: the body is read, cleaned, and the workers are picked.
-* PREFILL: the prefill worker is called, while the stream is watched: if it ends, the client has left, and the call with it.
+* BODY: the body is read, cleaned, and the decode worker is picked.
+* PREFILL: a prefill worker is called, while the stream is watched: if it ends, the client has left, and the call with it.
 * ANSWER: the request is with the decode worker; nothing is left to do but to notice the end.
 
 State belongs to the stream: nothing is kept under an id that a client could choose. What a request holds (its place in the
-counts of a worker) hangs on one exit stack, so that success, error and cancellation give it back the same way.
+counts of a worker, KV blocks that wait for it) hangs on one exit stack, so that success, error and cancellation give it back
+the same way.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
 from enum import Enum
 from typing import Any, TypeVar
@@ -28,15 +29,15 @@ from typing import Any, TypeVar
 import msgspec
 
 from extproc import wire
-from extproc.config import Limits
+from extproc.attempts import Ask, Prefilled, Prefiller
+from extproc.config import Config
 from extproc.errors import ApiError, RelayedError
-from extproc.handoff import Connector, Handoff, HandoffError
 from extproc.headers import KV_TRANSFER_HEADER, ROUTING_HEADERS
 from extproc.inference import InferenceRequest, parse
 from extproc.observe.logs import Logger
 from extproc.observe.metrics import Metrics
 from extproc.paths import Treatment, treatment
-from extproc.prefill import PrefillClient
+from extproc.release import Releaser
 from extproc.routing.picker import NoEndpointError, RoundRobin
 from extproc.routing.pool import Endpoint, Pool, Role
 
@@ -65,7 +66,15 @@ PHASES: dict[Phase, tuple[type[Any], ...]] = {
 _FORWARDED = ("authorization", "x-api-key", "traceparent", "tracestate", "x-vllm-priority", "x-session-id")
 """Client headers that the prefill leg carries as well: who asks, how urgent it is, and the trace it belongs to."""
 
-_PD = (Treatment.CHAT, Treatment.COMPLETIONS)
+# Failures of the prefill pool, after which a decode worker may do it all, where the configuration says so.
+_AGGREGATE_AFTER = frozenset(
+    ("prefill_failed", "prefill_unreachable", "prefill_timeout", "handoff_invalid", "no_prefill_worker")
+)
+
+_DEADLINE_HEADER = "x-request-timeout-ms"
+
+_TURNS_TO_FINISH = 8
+"""How often the event loop goes round before a prefill call is cancelled: enough to read a reply that has come already."""
 
 
 class ProtocolError(Exception):
@@ -105,27 +114,31 @@ class Filter:
     def __init__(
         self,
         *,
+        config: Config,
         pool: Pool,
         picker: RoundRobin,
-        connector: Connector,
-        prefill: PrefillClient,
-        limits: Limits,
+        prefiller: Prefiller,
+        releaser: Releaser,
         metrics: Metrics,
         log: Logger,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._config = config
         self._pool = pool
         self._picker = picker
-        self._connector = connector
-        self._prefill = prefill
-        self._limits = limits
+        self._prefiller = prefiller
+        self._releaser = releaser
         self._metrics = metrics
         self._log = log
+        self._clock = clock
+        self._max_age_s = config.handoff.lease_s * config.handoff.max_age_share
+        self._abandoned: set[asyncio.Task[None]] = set()
         self.open_streams = 0
 
     async def handle(self, stream: wire.Stream) -> None:
         """Serve one stream to its end."""
         record = _Record()
-        started = time.monotonic()
+        started = self._clock()
         self.open_streams += 1
         with ExitStack() as held:
             try:
@@ -137,12 +150,11 @@ class Filter:
                     await self._answer(stream)
             except ApiError as error:
                 record.outcome, record.status = error.code, error.status
-                await stream.send(wire.immediate_reply(wire.Immediate(error.status, error.body(), error.code)))
+                await stream.send(_error_reply(error, record.treatment))
             except RelayedError as error:
                 record.outcome, record.status = "prefill_refused", error.status
-                await stream.send(
-                    wire.immediate_reply(wire.Immediate(error.status, error.body, "prefill_refused", error.content_type))
-                )
+                answer = wire.Immediate(error.status, error.body, "prefill_refused", error.content_type)
+                await stream.send(wire.immediate_reply(answer))
             except asyncio.CancelledError:
                 # Envoy resets the stream both when a client leaves and after a finished answer.
                 record.outcome = record.outcome or "cancelled"
@@ -154,10 +166,10 @@ class Filter:
                 record.outcome, record.status = "internal_error", 500
                 self._log.exception("internal_error", request_id=record.request_id)
                 fault = ApiError("internal_error", f"Baton failed; request id {record.request_id}")
-                await stream.send(wire.immediate_reply(wire.Immediate(fault.status, fault.body(), fault.code)))
+                await stream.send(_error_reply(fault, record.treatment))
             finally:
                 self.open_streams -= 1
-                self._finish(record, time.monotonic() - started)
+                self._finish(record, self._clock() - started)
 
     async def _journey(self, stream: wire.Stream, record: _Record, held: ExitStack) -> None:
         head = await self._expect(stream, Phase.HEADERS, wire.RequestHeaders)
@@ -166,25 +178,40 @@ class Filter:
         record.method = headers.get(":method", "")
         record.path = headers.get(":path", "").partition("?")[0]
         record.treatment = how = treatment(record.method, headers.get(":path", "/"))
-        if self.open_streams > self._limits.max_streams:
-            raise ApiError("too_many_requests", f"{self._limits.max_streams} requests are open already")
+        if self.open_streams > self._config.limits.max_streams:
+            raise ApiError("too_many_requests", f"{self._config.limits.max_streams} requests are open already")
         if how is Treatment.REFUSED:
             raise ApiError("not_found", f"{record.method} {record.path} is not served here")
         forbidden = tuple(name for name in ROUTING_HEADERS if name in headers)
         if forbidden:
             self._metrics.removed_headers.inc()
+        if how is Treatment.MODELS and (models := self._pool.models()):
+            record.outcome, record.status = "models", 200
+            await stream.send(wire.immediate_reply(wire.Immediate(200, _model_list(models), "models")))
+            return
         if head.end_of_stream:
-            if how in _PD:
+            if how.apart:
                 raise ApiError("empty_body", "the request needs a JSON body")
-            decode = self._pick(Role.DECODE, record, held)
+            decode = self._pick(Role.DECODE, record, held, model=None)
             record.outcome = "whole"
             await stream.send(wire.headers_reply(wire.Mutation(remove_headers=forbidden, destination=decode.address)))
+            await self._answer(stream)
+            return
+        await stream.send(wire.headers_reply(wire.Mutation(remove_headers=forbidden)))
+        body = (await self._expect(stream, Phase.BODY, wire.RequestBody)).body
+        record.body_bytes = len(body)
+        if len(body) > self._config.limits.max_body_bytes:
+            raise ApiError("request_too_large", f"the body is over {self._config.limits.max_body_bytes} bytes")
+        request = _read(body, headers.get("content-type", ""), how)
+        for key in request.removed if request else ():
+            self._metrics.removed_keys.labels(key).inc()
+        if request is not None and how.apart:
+            await self._serve_prompt(stream, record, held, headers, request)
         else:
-            await stream.send(wire.headers_reply(wire.Mutation(remove_headers=forbidden)))
-            body = (await self._expect(stream, Phase.BODY, wire.RequestBody)).body
-            record.body_bytes = len(body)
-            mutation = await self._route(stream, record, held, headers, body)
-            await stream.send(wire.body_reply(mutation))
+            decode = self._pick(Role.DECODE, record, held, model=None)
+            record.outcome = "whole"
+            clean = request.clean_body() if request else None
+            await stream.send(wire.body_reply(wire.Mutation(body=clean, destination=decode.address)))
         await self._answer(stream)
 
     async def _expect(self, stream: wire.Stream, phase: Phase, wanted: type[T]) -> T:
@@ -204,91 +231,131 @@ class Filter:
         while (event := await self._receive(stream, Phase.ANSWER)) is not None:
             await stream.send(wire.go_on(event))
 
-    async def _route(
-        self, stream: wire.Stream, record: _Record, held: ExitStack, headers: dict[str, str], body: bytes
-    ) -> wire.Mutation:
-        """Body -> what Envoy shall send, and to which decode worker; the prefill is done by then."""
-        if len(body) > self._limits.max_body_bytes:
-            raise ApiError("request_too_large", f"the body is over {self._limits.max_body_bytes} bytes")
-        assert record.treatment is not None
-        request = _read(body, headers.get("content-type", ""), record.treatment)
-        for key in request.removed if request else ():
-            self._metrics.removed_keys.labels(key).inc()
-        if record.treatment in _PD:
-            assert request is not None
-            record.whole_reason = request.whole_reason()
-            if record.whole_reason is None:
-                return await self._hand_over(stream, record, held, headers, request)
-            self._metrics.whole.labels(record.whole_reason).inc()
-        decode = self._pick(Role.DECODE, record, held)
-        record.outcome = "whole"
-        return wire.Mutation(body=request.clean_body() if request else None, destination=decode.address)
-
-    async def _hand_over(
+    async def _serve_prompt(
         self, stream: wire.Stream, record: _Record, held: ExitStack, headers: dict[str, str], request: InferenceRequest
-    ) -> wire.Mutation:
-        # Both are picked before the prefill: without a decode worker it would be work for nothing.
-        decode = self._pick(Role.DECODE, record, held)
-        with ExitStack() as prefilling:
-            prefill = self._pick(Role.PREFILL, record, prefilling)
-            started = time.monotonic()
-            outcome = "cancelled"
+    ) -> None:
+        """Send the prompt to its decode worker, with a handoff unless there is a reason against it."""
+        model = request.model()
+        deadline_s = self._clock() + self._timeout_s(headers)
+        # Picked before the prefill: without a decode worker that would be work for nothing.
+        decode = self._pick(Role.DECODE, record, held, model=model)
+        record.whole_reason = request.whole_reason()
+        if record.whole_reason is None:
+            ask = Ask(
+                request=request,
+                path=record.path,
+                headers={name: headers[name] for name in _FORWARDED if name in headers},
+                model=model,
+                request_id=record.request_id,
+                deadline_s=deadline_s,
+            )
             try:
-                with self._metrics.prefills_in_flight.track_inprogress():
-                    handoff = await self._while_there(stream, self._run_prefill(prefill, record.path, headers, request))
-                outcome = "ok"
-            except (ApiError, RelayedError) as error:
-                outcome = "failed"
-                if isinstance(error, ApiError):
-                    self._log.warning(
-                        "prefill_failed", request_id=record.request_id, prefill=prefill.address, code=error.code,
-                        reason=error.message,
-                    )  # fmt: skip
-                raise
-            finally:
-                seconds = time.monotonic() - started
-                record.prefill_ms = round(seconds * 1e3, 1)
-                self._metrics.prefill_seconds.labels(outcome).observe(seconds)
+                await self._hand_over(stream, record, held, ask, decode)
+                return
+            except ApiError as error:
+                if self._config.prefill.fallback != "aggregate" or error.code not in _AGGREGATE_AFTER:
+                    raise
+                self._metrics.fallbacks.labels("aggregate").inc()
+                record.whole_reason = error.code
+                decode = self._still_live(decode, record, held, model)
+        self._metrics.whole.labels(record.whole_reason).inc()
+        record.outcome = "whole"
+        await stream.send(wire.body_reply(wire.Mutation(body=request.clean_body(), destination=decode.address)))
+
+    async def _hand_over(self, stream: wire.Stream, record: _Record, held: ExitStack, ask: Ask, decode: Endpoint) -> None:
+        prefilled = await self._fresh(stream, record, ask)
+        handoff = prefilled.handoff
+        # From here on the blocks are given back, unless Envoy has been told to fetch them.
+        with ExitStack() as undelivered:
+            undelivered.callback(self._releaser.release, handoff)
+            decode = self._still_live(decode, record, held, ask.model)
+            record.blocks, record.tokens = handoff.blocks, handoff.tokens
+            mutation = wire.Mutation(
+                set_headers={KV_TRANSFER_HEADER: handoff.header()},
+                body=ask.request.decode_body(handoff.params, prefilled.prompt_token_ids),
+                destination=decode.address,
+            )
+            await stream.send(wire.body_reply(mutation))
+            undelivered.pop_all()
         record.outcome = "handoff"
-        record.blocks, record.tokens = handoff.blocks, handoff.tokens
         self._metrics.handoffs.labels(handoff.connector, handoff.prefill, decode.address).inc()
         self._metrics.handoff_blocks.observe(handoff.blocks)
-        return wire.Mutation(
-            set_headers={KV_TRANSFER_HEADER: handoff.header()},
-            body=request.decode_body(handoff.params),
-            destination=decode.address,
-        )
 
-    async def _run_prefill(self, prefill: Endpoint, path: str, headers: dict[str, str], request: InferenceRequest) -> Handoff:
-        forwarded = {name: headers[name] for name in _FORWARDED if name in headers}
-        # The engine makes its own id of this one, so it must be unique whatever the client sent.
-        forwarded["x-request-id"] = uuid.uuid4().hex
-        body = request.prefill_body(self._connector.prefill_params())
-        reply = await self._prefill.run(prefill.address, path, body, forwarded)
+    async def _fresh(self, stream: wire.Stream, record: _Record, ask: Ask) -> Prefilled:
+        """A handoff young enough to be used: a decode worker that reads after the lease gets other prompts' blocks."""
+        started = self._clock()
+
+        def note(prefill: Endpoint) -> None:
+            record.prefill = prefill.address
+
         try:
-            return self._connector.accept(reply, prefill=prefill.address)
-        except HandoffError as error:
-            raise ApiError("handoff_invalid", f"the prefill worker's answer cannot be handed over: {error}") from None
+            while True:
+                try:
+                    prefilled = await self._while_there(stream, self._prefiller.obtain(ask, note))
+                except NoEndpointError as error:
+                    raise _no_endpoint(error) from None
+                age_s = self._clock() - prefilled.since_s
+                self._metrics.handoff_age_seconds.observe(age_s)
+                if age_s <= self._max_age_s:
+                    return prefilled
+                self._metrics.fallbacks.labels("stale").inc()
+                self._log.warning("handoff_stale", request_id=record.request_id, age_s=round(age_s, 3))
+                self._releaser.release(prefilled.handoff)
+        finally:
+            record.prefill_ms = round((self._clock() - started) * 1e3, 1)
 
-    async def _while_there(self, stream: wire.Stream, work: Coroutine[Any, Any, T]) -> T:
+    def _still_live(self, decode: Endpoint, record: _Record, held: ExitStack, model: str) -> Endpoint:
+        """The decode worker that was picked, or another one if that has gone in the meantime: any of them can fetch."""
+        if decode.live:
+            return decode
+        self._metrics.fallbacks.labels("decode").inc()
+        return self._pick(Role.DECODE, record, held, model=model)
+
+    def _timeout_s(self, headers: dict[str, str]) -> float:
+        configured_s = self._config.prefill.timeout_s
+        text = headers.get(_DEADLINE_HEADER)
+        if text is None:
+            return configured_s
+        try:
+            wanted_ms = float(text)
+        except ValueError:
+            wanted_ms = 0.0
+        if not 0 < wanted_ms < float("inf"):
+            raise ApiError("bad_timeout", f"{_DEADLINE_HEADER} must be a positive number of milliseconds")
+        return min(configured_s, wanted_ms / 1e3)
+
+    async def _while_there(self, stream: wire.Stream, work: Coroutine[Any, Any, Prefilled]) -> Prefilled:
         """Run ``work``, and stop it the moment something stirs on the stream: the request is over then."""
         task = asyncio.ensure_future(work)
         watch = asyncio.ensure_future(stream.stirs())
+        taken = False
         try:
             await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
             if watch.done():
                 raise _OverError(await self._receive(stream, Phase.PREFILL))
+            taken = True
             return task.result()
         finally:
             watch.cancel()
-            if not task.cancel() and not task.cancelled():
-                task.exception()  # seen, even if the request was over first
+            if not taken:
+                leftover = asyncio.ensure_future(self._abandon(task))
+                self._abandoned.add(leftover)
+                leftover.add_done_callback(self._abandoned.discard)
 
-    def _pick(self, role: Role, record: _Record, held: ExitStack) -> Endpoint:
+    async def _abandon(self, task: asyncio.Task[Prefilled]) -> None:
+        """Cancel a prefill that nobody waits for. If its reply is here already, its blocks must be given back."""
+        for _ in range(_TURNS_TO_FINISH):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait((task,))
+        if not task.cancelled() and task.exception() is None:
+            self._releaser.release(task.result().handoff)
+
+    def _pick(self, role: Role, record: _Record, held: ExitStack, *, model: str | None) -> Endpoint:
         try:
-            endpoint = self._picker.pick(self._pool, role)
+            endpoint = self._picker.pick(self._pool, role, model=model)
         except NoEndpointError as error:
-            raise ApiError(f"no_{error.role.value}_worker", str(error)) from None
+            raise _no_endpoint(error) from None
         setattr(record, role.value, endpoint.address)
         held.enter_context(endpoint.busy())
         return endpoint
@@ -301,16 +368,31 @@ class Filter:
         self._log.info("request", **fields, total_ms=round(seconds * 1e3, 1))
 
 
+def _no_endpoint(error: NoEndpointError) -> ApiError:
+    if error.model is not None:
+        return ApiError("model_not_found", f"The model {error.model!r} does not exist.", param="model")
+    return ApiError(f"no_{error.role.value}_worker", str(error))
+
+
+def _error_reply(error: ApiError, how: Treatment | None) -> Any:
+    body = error.anthropic_body() if how is Treatment.MESSAGES else error.openai_body()
+    return wire.immediate_reply(wire.Immediate(error.status, body, error.code))
+
+
+def _model_list(models: dict[str, bytes]) -> bytes:
+    return msgspec.json.encode({"object": "list", "data": [msgspec.Raw(card) for card in models.values()]})
+
+
 def _read(body: bytes, content_type: str, how: Treatment) -> InferenceRequest | None:
     """The body as a request; None for what is not JSON and goes on as it is. Raises ApiError."""
     # The engine reads a body without a content type as JSON.
     if content_type and "json" not in content_type.lower():
-        if how in _PD:
+        if how.apart:
             raise ApiError("unsupported_media_type", "the body must be application/json")
         return None
     try:
         return parse(body, how)
     except ApiError as error:
-        if how not in _PD and error.code in ("empty_body", "not_an_object"):
+        if not how.apart and error.code in ("empty_body", "not_an_object"):
             return None
         raise

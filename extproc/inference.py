@@ -8,6 +8,7 @@ Facts about vLLM are those of 0.32.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 
 import msgspec
@@ -29,12 +30,69 @@ _NESTED_TRANSFER_PATHS = (("vllm_xargs",), ("sampling_params", "extra_args"))
 _NULL = b"null"
 
 
+class Leg(msgspec.Struct, frozen=True):
+    """How an API asks for a prefill: one token, at once, without an early end."""
+
+    caps: tuple[str, ...]
+    """Names of the token cap. Where there are several, the engine takes the first that is given."""
+    sets: Mapping[str, bytes]
+    drops: frozenset[str]
+
+
+# Each with the failure that it prevents.
+_STREAM = {"stream": b"false"}  # a streamed answer carries no kv_transfer_params and leaves its blocks pinned
+_ONE_CHOICE = {"n": b"1"}  # the reply names the blocks of one choice; those of the others would leak
+_NO_EOS = {"ignore_eos": b"true"}  # an EOS as first token must still yield a handoff
+_NOT_STORED = {"store": b"false"}  # a stored response would pin a text that nobody asked for
+_NO_STOPS = ("stop", "stop_token_ids")  # a stop as first token ends the prefill early
+_REFUSED = (
+    "stream_options",  # refused where stream is false
+    "stream_interval",
+    "min_tokens",  # refused where it is above max_tokens, which is 1
+)
+_WASTED = (
+    "logprobs",  # the first token is thrown away, and so would these be
+    "top_logprobs",  # refused without logprobs
+    "logprob_token_ids",
+    "structured_outputs",  # the grammar would be compiled for a token nobody reads
+    "thinking_token_budget",
+)
+
+LEGS: Mapping[Treatment, Leg] = {
+    Treatment.CHAT: Leg(
+        caps=("max_completion_tokens", "max_tokens"),
+        sets={**_STREAM, **_ONE_CHOICE, **_NO_EOS},
+        drops=frozenset((*_NO_STOPS, *_REFUSED, *_WASTED)),
+    ),
+    Treatment.COMPLETIONS: Leg(
+        caps=("max_tokens",),
+        sets={**_STREAM, **_ONE_CHOICE, **_NO_EOS},
+        drops=frozenset((*_NO_STOPS, *_REFUSED, *_WASTED)),
+    ),
+    Treatment.RESPONSES: Leg(
+        caps=("max_output_tokens",),
+        sets={**_STREAM, **_NO_EOS, **_NOT_STORED},
+        # The engine's ids are ours: `request_id` would name its request.
+        drops=frozenset((*_NO_STOPS, *_REFUSED, *_WASTED, "include", "background", "request_id")),
+    ),
+    Treatment.MESSAGES: Leg(
+        # This API has no ignore_eos. An EOS as first token ends the prefill, but vLLM hands over all the same.
+        caps=("max_tokens",),
+        sets=_STREAM,
+        drops=frozenset(("stop_sequences",)),
+    ),
+}
+
+_TOKEN_IDS_BACK = (Treatment.CHAT, Treatment.COMPLETIONS)
+"""APIs whose prefill returns the prompt's token ids, and whose decode takes them."""
+
+
 class InferenceRequest(msgspec.Struct, frozen=True):
     """A client's request, without what a client may not send."""
 
     treatment: Treatment
     fields: Fields
-    """Top-level key -> the JSON bytes of its value, in the client's order. A key that came twice has its last value."""
+    """Top-level key -> the JSON bytes of its value, in the client's order."""
     removed: tuple[str, ...]
     """Keys that were taken out, as dotted paths."""
 
@@ -42,59 +100,73 @@ class InferenceRequest(msgspec.Struct, frozen=True):
         """The body for a worker that does it all; None if the client's bytes can go on as they are."""
         return _encode(self.fields) if self.removed else None
 
-    def decode_body(self, kv_transfer_params: bytes) -> bytes:
-        """What the client sent, and the handoff."""
-        return _encode({**self.fields, "kv_transfer_params": msgspec.Raw(kv_transfer_params)})
+    def decode_body(self, kv_transfer_params: bytes, prompt_token_ids: bytes | None = None) -> bytes:
+        """What the client sent, and the handoff.
 
-    def prefill_body(self, kv_transfer_params: bytes) -> bytes:
+        ``prompt_token_ids`` (a JSON list, from :func:`token_ids_of`) saves the decode worker the tokenising.
+        """
+        fields = dict(self.fields)
+        if prompt_token_ids is not None:
+            if self.treatment is Treatment.COMPLETIONS:
+                fields["prompt"] = msgspec.Raw(prompt_token_ids)
+            else:
+                inner = kv_transfer_params.rstrip()
+                kv_transfer_params = inner[:-1] + b',"prompt_token_ids":' + prompt_token_ids + b"}"
+        fields["kv_transfer_params"] = msgspec.Raw(kv_transfer_params)
+        return _encode(fields)
+
+    def prefill_body(self, kv_transfer_params: bytes, *, return_token_ids: bool = False) -> bytes:
         """The same prompt, asked for one token and its KV blocks."""
-        fields = {key: value for key, value in self.fields.items() if key not in PREFILL_DROPS}
-        if self.treatment is Treatment.CHAT:
-            # vLLM takes max_completion_tokens before max_tokens; a second spelling left in would win or contradict.
-            cap = "max_completion_tokens" if _given(fields, "max_completion_tokens") else "max_tokens"
-            fields.pop("max_completion_tokens", None)
-            fields.pop("max_tokens", None)
-        else:
-            cap = "max_tokens"
-        for key, value in {cap: b"1", **PREFILL_SETS}.items():
+        leg = LEGS[self.treatment]
+        fields = {key: value for key, value in self.fields.items() if key not in leg.drops}
+        cap = next((name for name in leg.caps if self._given(name)), leg.caps[-1])
+        for name in leg.caps:
+            fields.pop(name, None)  # a second spelling left in would win or contradict
+        for key, value in {cap: b"1", **leg.sets}.items():
             fields[key] = msgspec.Raw(value)
+        if return_token_ids and self.treatment in _TOKEN_IDS_BACK:
+            fields["return_token_ids"] = msgspec.Raw(b"true")
         fields["kv_transfer_params"] = msgspec.Raw(kv_transfer_params)
         return _encode(fields)
 
     def whole_reason(self) -> str | None:
         """Why this request cannot be handed over, or None if it can."""
-        for key, applies, reason in WHOLE_RULES:
+        for key, rule in WHOLE_RULES:
             value = self.fields.get(key)
-            if value is not None and applies(memoryview(value)):
-                return reason
+            if value is not None and self.treatment in rule.apis and rule.applies(memoryview(value)):
+                return rule.reason
         return None
 
+    def model(self) -> str:
+        """The model's name. Raises ApiError (400) if there is none."""
+        value = self.fields.get("model")
+        try:
+            name = msgspec.json.decode(value, type=str) if value is not None else ""
+        except msgspec.DecodeError:
+            raise ApiError("model_missing", "model must be a string", param="model") from None
+        if not name:
+            raise ApiError("model_missing", "the body names no model", param="model")
+        return name
 
-# Each with the failure that it prevents.
-PREFILL_DROPS = frozenset(
-    (
-        "stream_options",  # refused where stream is false
-        "stream_interval",
-        "min_tokens",  # refused where it is above max_tokens, which is 1
-        "stop",  # a stop string as first token ends the prefill early
-        "stop_token_ids",
-        "logprobs",  # the first token is thrown away, and so would these be
-        "top_logprobs",  # refused without logprobs
-        "logprob_token_ids",
-        "structured_outputs",  # the grammar would be compiled for a token nobody reads
-        "thinking_token_budget",
-    )
-)
+    def _given(self, key: str) -> bool:
+        value = self.fields.get(key)
+        return value is not None and bytes(value) != _NULL
 
-PREFILL_SETS: Mapping[str, bytes] = {
-    "stream": b"false",  # a streamed answer carries no kv_transfer_params and leaves its blocks pinned
-    "n": b"1",
-    "ignore_eos": b"true",  # an EOS as first token must still yield a handoff
-}
+
+class WholeRule(msgspec.Struct, frozen=True):
+    """When a key's value makes a request one that a single worker must serve."""
+
+    reason: str
+    applies: Callable[[memoryview], bool]
+    apis: tuple[Treatment, ...]
+
+
+def _not_one(value: memoryview) -> bool:
+    return bytes(value) not in (b"1", _NULL)
 
 
 def _one(value: memoryview) -> bool:
-    return bytes(value) in (b"1", _NULL)
+    return bytes(value) == b"1"
 
 
 def _present(value: memoryview) -> bool:
@@ -117,23 +189,39 @@ def _list_of_prompts(value: memoryview) -> bool:
     return False
 
 
+class _Tool(msgspec.Struct, frozen=True):
+    type: str = ""
+
+
+def _server_tools(value: memoryview) -> bool:
+    """Anything but functions that the client runs: the engine would then loop, each turn with the same handoff."""
+    try:
+        return any(tool.type != "function" for tool in msgspec.json.decode(value, type=list[_Tool] | None) or ())
+    except msgspec.DecodeError:
+        return True
+
+
+_OPENAI = (Treatment.CHAT, Treatment.COMPLETIONS)
+_TEXT = (Treatment.COMPLETIONS,)
+_RESPONSES = (Treatment.RESPONSES,)
+_CAPPED = (Treatment.CHAT, Treatment.COMPLETIONS, Treatment.MESSAGES)
+
 # The engine converts types freely ("2" counts as 2), so what is not plainly harmless goes whole.
-WHOLE_RULES: tuple[tuple[str, Callable[[memoryview], bool], str], ...] = (
-    ("n", lambda value: not _one(value), "n"),  # the first completion frees the blocks under its siblings
-    ("best_of", lambda value: not _one(value), "best_of"),
-    ("prompt", _list_of_prompts, "prompt_list"),  # one handoff would be used for every prompt
-    ("use_beam_search", _on, "beam_search"),  # its requests carry no params
-    ("prompt_logprobs", _present, "prompt_logprobs"),  # they need the prefill's logits
-    ("echo", _on, "echo"),
-    ("prompt_embeds", _present, "prompt_embeds"),
-    ("max_completion_tokens", lambda value: bytes(value) == b"1", "one_token"),  # nothing is left to decode
-    ("max_tokens", lambda value: bytes(value) == b"1", "one_token"),
+WHOLE_RULES: tuple[tuple[str, WholeRule], ...] = (
+    ("n", WholeRule("n", _not_one, _OPENAI)),  # the first completion frees the blocks under its siblings
+    ("best_of", WholeRule("best_of", _not_one, _OPENAI)),
+    ("prompt", WholeRule("prompt_list", _list_of_prompts, _TEXT)),  # one handoff would be used for every prompt
+    ("use_beam_search", WholeRule("beam_search", _on, _OPENAI)),  # its requests carry no params
+    ("prompt_logprobs", WholeRule("prompt_logprobs", _present, _OPENAI)),  # they need the prefill's logits
+    ("echo", WholeRule("echo", _on, _OPENAI)),
+    ("prompt_embeds", WholeRule("prompt_embeds", _present, _OPENAI)),
+    ("previous_response_id", WholeRule("previous_response", _present, _RESPONSES)),  # kept by one worker only
+    ("background", WholeRule("background", _on, _RESPONSES)),
+    ("tools", WholeRule("server_tools", _server_tools, _RESPONSES)),
+    ("max_completion_tokens", WholeRule("one_token", _one, (Treatment.CHAT,))),  # nothing is left to decode
+    ("max_tokens", WholeRule("one_token", _one, _CAPPED)),
+    ("max_output_tokens", WholeRule("one_token", _one, _RESPONSES)),
 )
-
-
-def _given(fields: Fields, key: str) -> bool:
-    value = fields.get(key)
-    return value is not None and bytes(value) != _NULL
 
 
 def parse(body: bytes, treatment: Treatment) -> InferenceRequest:
@@ -143,16 +231,41 @@ def parse(body: bytes, treatment: Treatment) -> InferenceRequest:
     try:
         body.decode()  # the JSON decoder looks at the structure only
         fields = _decoder.decode(body)
+        _refuse_duplicates(body, fields)
         removed = _remove_transfer_keys(fields)
     except UnicodeDecodeError as error:
         raise ApiError("invalid_json", f"the body is not UTF-8: byte {error.start}: {error.reason}") from None
     except msgspec.ValidationError:
         raise ApiError("not_an_object", "the body must be a JSON object") from None
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, json.JSONDecodeError) as error:
         raise ApiError("invalid_json", f"the body is not valid JSON: {error}") from None
     except RecursionError:
         raise ApiError("invalid_json", "the body is nested too deeply") from None
     return InferenceRequest(treatment, fields, tuple(removed))
+
+
+_DUPLICATES_CHECKED_BYTES = 256 << 10
+"""A larger body of an unusual style is not parsed twice; of a key that stands twice in it, the last counts on both legs."""
+
+_pairs_decoder = json.JSONDecoder(object_pairs_hook=list)
+
+
+def _refuse_duplicates(body: bytes, fields: Fields) -> None:
+    """A key that stands twice means different things to different parsers. Raises ApiError.
+
+    The decoder keeps the last one in silence, and looking for a second one costs a second parse. So first the lengths are
+    added up: where keys, values and the punctuation of one of the two usual styles account for every byte, there is none.
+    """
+    rest = len(body) - sum(len(_encode(key)) + len(memoryview(value)) for key, value in fields.items())
+    compact, spaced = 2 * len(fields) + 1, 4 * len(fields)  # {"a":1,"b":2} and {"a": 1, "b": 2}
+    if rest == compact or (rest == spaced and body.startswith(b"{" + _encode(next(iter(fields))) + b": ")):
+        return
+    if len(body) > _DUPLICATES_CHECKED_BYTES:
+        return
+    keys = [key for key, _ in _pairs_decoder.decode(body.decode())]
+    twice = next((key for key in keys if keys.count(key) > 1), None) if len(keys) > len(fields) else None
+    if twice is not None:
+        raise ApiError("duplicate_key", f"{twice!r} stands twice in the body", param=twice)
 
 
 def _remove_transfer_keys(fields: Fields) -> list[str]:
@@ -165,7 +278,7 @@ def _remove_transfer_keys(fields: Fields) -> list[str]:
 def _remove_nested(fields: Fields, path: tuple[str, ...]) -> list[str]:
     """Take the transfer keys out of the object at ``path`` below ``fields``, in place; the names of those found."""
     value = fields.get(path[0])
-    if value is None or bytes(value)[:1] != b"{":
+    if value is None or bytes(memoryview(value)[:1]) != b"{":
         return []
     inner = _decoder.decode(value)
     if len(path) > 1:
@@ -175,3 +288,31 @@ def _remove_nested(fields: Fields, path: tuple[str, ...]) -> list[str]:
     if removed:
         fields[path[0]] = msgspec.Raw(_encode(inner))
     return removed
+
+
+class _Choice(msgspec.Struct, frozen=True):
+    prompt_token_ids: msgspec.Raw = msgspec.Raw(_NULL)
+
+
+class _Reply(msgspec.Struct, frozen=True):
+    prompt_token_ids: msgspec.Raw = msgspec.Raw(_NULL)
+    choices: list[_Choice] = []
+
+
+_reply_decoder = msgspec.json.Decoder(_Reply)
+
+
+def token_ids_of(reply: bytes, treatment: Treatment) -> bytes | None:
+    """The prompt's token ids in a prefill's reply, as a JSON list; None if the engine sent none."""
+    if treatment not in _TOKEN_IDS_BACK:
+        return None
+    try:
+        decoded = _reply_decoder.decode(reply)
+    except msgspec.DecodeError:
+        return None
+    # Chat has them at the top, completions in the choice.
+    found = decoded.prompt_token_ids
+    if treatment is Treatment.COMPLETIONS:
+        found = decoded.choices[0].prompt_token_ids if decoded.choices else msgspec.Raw(_NULL)
+    value = bytes(found)
+    return value if value.startswith(b"[") and value != b"[]" else None

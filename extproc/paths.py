@@ -11,25 +11,37 @@ from urllib.parse import unquote
 
 
 class Treatment(Enum):
-    """What happens to a request."""
+    """What happens to a request. The first four are prefilled and decoded apart; :mod:`extproc.inference` says how."""
 
     CHAT = "chat"
-    """Prefill and decode apart; token caps ``max_completion_tokens`` and ``max_tokens``."""
     COMPLETIONS = "completions"
-    """Prefill and decode apart; token cap ``max_tokens``."""
+    RESPONSES = "responses"
+    MESSAGES = "messages"
+    """Anthropic's API; its errors have that API's shape."""
     WHOLE = "whole"
     """One worker does all of it."""
+    MODELS = "models"
+    """Answered for the whole pool."""
     REFUSED = "refused"
     """404: it controls the engine."""
 
+    @property
+    def apart(self) -> bool:
+        """Prefill and decode on two workers."""
+        return self in _APART
 
-_PD = {
+
+_APART = frozenset((Treatment.CHAT, Treatment.COMPLETIONS, Treatment.RESPONSES, Treatment.MESSAGES))
+
+_POSTS = {
     "/v1/chat/completions": Treatment.CHAT,
     "/v1/completions": Treatment.COMPLETIONS,
+    "/v1/responses": Treatment.RESPONSES,
+    "/v1/messages": Treatment.MESSAGES,
 }
 
 _WHOLE = (
-    "/v1/models /v1/responses /v1/messages /v1/messages/count_tokens /v1/chat/completions/batch "
+    "/v1/messages/count_tokens /v1/chat/completions/batch "
     "/v1/chat/completions/render /v1/completions/render /v1/messages/render /v1/responses/render "
     "/v1/chat/completions/derender /v1/completions/derender /inference/v1/generate "
     "/v1/embeddings /v2/embed /pooling /classify /score /v1/score /rerank /v1/rerank /v2/rerank "
@@ -49,7 +61,8 @@ _REFUSED = (
 ).split()
 
 TABLE: dict[str, Treatment] = {
-    **_PD,
+    **_POSTS,
+    "/v1/models": Treatment.MODELS,
     **dict.fromkeys(_WHOLE, Treatment.WHOLE),
     **dict.fromkeys(_REFUSED, Treatment.REFUSED),
 }
@@ -76,9 +89,13 @@ def treatment(method: str, path: str) -> Treatment:
     Prefill and decode are taken apart only for the exact spelling: both legs must reach the same handler, and for any other
     spelling that depends on the engine's router. Control endpoints are refused in every spelling.
     """
-    exact = TABLE.get(path.partition("?")[0])
-    if exact is not None and exact is not Treatment.REFUSED:
+    exact = TABLE.get(path.partition("?")[0], Treatment.REFUSED)
+    if exact.apart:
         return exact if method == "POST" else Treatment.WHOLE
+    if exact is Treatment.MODELS:
+        return exact if method == "GET" else Treatment.WHOLE
+    if exact is Treatment.WHOLE:
+        return exact
     clean = normalise(path).lower()
     refused = TABLE.get(clean) is Treatment.REFUSED or any(clean.startswith(f"{prefix}/") for prefix in _REFUSED)
     return Treatment.REFUSED if refused else Treatment.WHOLE

@@ -34,7 +34,6 @@ class PrefillClient:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S)
         self._session = aiohttp.ClientSession(
             connector=connector,
-            timeout=aiohttp.ClientTimeout(total=self._settings.timeout_s, sock_connect=self._settings.connect_timeout_s),
             auto_decompress=False,
             cookie_jar=aiohttp.DummyCookieJar(),
             skip_auto_headers=("User-Agent", "Accept-Encoding"),
@@ -44,8 +43,8 @@ class PrefillClient:
     async def __aexit__(self, *_: object) -> None:
         await self._session.close()
 
-    async def run(self, worker: str, path: str, body: bytes, headers: Mapping[str, str]) -> bytes:
-        """POST ``body`` to ``path`` of ``worker`` (``ip:port``); the body of its 200 answer.
+    async def run(self, worker: str, path: str, body: bytes, headers: Mapping[str, str], *, timeout_s: float) -> bytes:
+        """POST ``body`` to ``path`` of ``worker`` (``ip:port``); the body of its 200 answer, all within ``timeout_s``.
 
         Raises ApiError (429, 502, 504), or RelayedError for the worker's own 4xx about the request.
         """
@@ -53,17 +52,17 @@ class PrefillClient:
             raise ApiError("too_many_requests", f"{self._in_flight} prefill calls are in flight already")
         self._in_flight += 1
         try:
-            return await self._call(worker, path, body, headers)
-        except TimeoutError:  # first: aiohttp's timeouts are ClientErrors too
-            raise ApiError(
-                "prefill_timeout", f"the prefill worker did not answer within {self._settings.timeout_s:g} s"
-            ) from None
+            return await self._call(worker, path, body, headers, timeout_s)
+        except aiohttp.ConnectionTimeoutError:  # first: aiohttp's timeouts are both ClientErrors and TimeoutErrors
+            raise _unreachable() from None
+        except TimeoutError:
+            raise ApiError("prefill_timeout", f"the prefill worker did not answer within {timeout_s:.3g} s") from None
         except (aiohttp.ClientError, OSError) as error:
             raise ApiError("prefill_unreachable", f"the prefill worker cannot be reached: {type(error).__name__}") from error
         finally:
             self._in_flight -= 1
 
-    async def _call(self, worker: str, path: str, body: bytes, headers: Mapping[str, str]) -> bytes:
+    async def _call(self, worker: str, path: str, body: bytes, headers: Mapping[str, str], timeout_s: float) -> bytes:
         base = f"http://{worker}" if self._via is None or self._via.path else f"http://{self._via}"
         pin = {} if self._via is None else {DESTINATION_HEADER: worker}
         async with self._session.post(
@@ -71,6 +70,7 @@ class PrefillClient:
             data=io.BytesIO(body),  # written in pieces: a large body must not hold up the event loop
             headers={**headers, "content-type": "application/json", **pin},
             allow_redirects=False,
+            timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=self._settings.connect_timeout_s),
         ) as response:
             reply = await self._read(response)
             if response.status == 200:

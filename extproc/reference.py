@@ -16,7 +16,7 @@ import msgspec
 from extproc import config
 from extproc.errors import CODES
 from extproc.handoff.nixl_pull import NixlPull
-from extproc.inference import PREFILL_DROPS, PREFILL_SETS, TRANSFER_KEYS, WHOLE_RULES
+from extproc.inference import LEGS, TRANSFER_KEYS, WHOLE_RULES
 from extproc.observe.metrics import Metrics
 from extproc.paths import TABLE, Treatment
 
@@ -98,12 +98,14 @@ def requests() -> str:
     by_treatment = {how: sorted(path for path, found in TABLE.items() if found is how) for how in Treatment}
     lines = [_GENERATED, "# What happens to a request\n", "| path | treatment |", "|---|---|"]
     meaning = {
-        Treatment.CHAT: "prefill and decode apart",
-        Treatment.COMPLETIONS: "prefill and decode apart",
         Treatment.WHOLE: "one decode worker does all of it, unchanged",
+        Treatment.MODELS: "answered for the whole pool, from what each worker lists",
         Treatment.REFUSED: "404: it controls the engine, or shows what others ask",
     }
-    lines += [f"| {' '.join(f'`{path}`' for path in by_treatment[how])} | {meaning[how]} |" for how in Treatment]
+    lines += [
+        f"| {' '.join(f'`{path}`' for path in by_treatment[how])} | {meaning.get(how, 'prefill and decode apart')} |"
+        for how in Treatment
+    ]
     lines += [
         "| every other path | one decode worker does all of it, unchanged |\n",
         "## Never passed on from a client\n",
@@ -112,17 +114,25 @@ def requests() -> str:
         + " at the top level of a JSON body, inside",
         "`vllm_xargs` and inside `sampling_params.extra_args`, and every routing header (`extproc/headers.py`).\n",
         "## The prefill leg\n",
-        "The client's body with these keys set: "
-        + ", ".join(f"`{key}: {value.decode()}`" for key, value in PREFILL_SETS.items()),
-        f"and the token cap that the client uses at 1; `kv_transfer_params: {NixlPull().prefill_params().decode()}` added;",
-        "and these taken out: " + ", ".join(f"`{key}`" for key in sorted(PREFILL_DROPS)) + ".\n",
+        f"The client's body with `kv_transfer_params: {NixlPull().prefill_params().decode()}`, and:\n",
+        "| API | token cap, at 1 | set | taken out |",
+        "|---|---|---|---|",
+    ]
+    for how, leg in LEGS.items():
+        caps = " or ".join(f"`{cap}`" for cap in leg.caps)
+        sets = " ".join(f"`{key}: {value.decode()}`" for key, value in leg.sets.items())
+        lines.append(f"| {how.value} | {caps} | {sets} | {' '.join(f'`{key}`' for key in sorted(leg.drops))} |")
+    lines += [
+        "\nOf two spellings of the cap, the one that the client uses stays. With `prefill.tokenise_once`, chat and completions ask",
+        "for the prompt's token ids as well (`return_token_ids`).\n",
         "## The decode leg\n",
-        "Exactly what the client sent, and the `kv_transfer_params` of the prefill's reply, byte for byte.\n",
+        "What the client sent, and the `kv_transfer_params` of the prefill's reply, byte for byte. With `prefill.tokenise_once`,",
+        "the prompt's token ids too: in `kv_transfer_params.prompt_token_ids` (chat), or in place of `prompt` (completions).\n",
         "## Whole to one worker\n",
         "What one handoff cannot serve is counted in `baton_whole_requests_total` by reason:\n",
-        "| reason | field |",
-        "|---|---|",
-        *(f"| `{reason}` | `{key}` |" for key, _, reason in WHOLE_RULES),
+        "| reason | field | APIs |",
+        "|---|---|---|",
+        *(f"| `{rule.reason}` | `{key}` | {', '.join(api.value for api in rule.apis)} |" for key, rule in WHOLE_RULES),
     ]
     return "\n".join(lines) + "\n"
 

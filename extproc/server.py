@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import signal
 from functools import partial
 from pathlib import Path
@@ -12,14 +11,17 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from extproc import __version__, admin, wire, xds
+from extproc.attempts import Prefiller
 from extproc.config import Address, Config
 from extproc.filter import Filter
 from extproc.handoff.nixl_pull import NixlPull
 from extproc.observe.logs import Logger
 from extproc.observe.metrics import Metrics
 from extproc.observe.probe import Prober
+from extproc.observe.pulse import Pulse
 from extproc.prefill import PrefillClient
-from extproc.routing.picker import RoundRobin
+from extproc.release import Releaser
+from extproc.routing.picker import NoEndpointError, RoundRobin
 from extproc.routing.pool import Endpoint, Pool, Role
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -60,20 +62,33 @@ class Server:
             loop.add_signal_handler(number, self._on_signal)
         self._write_endpoints()
         self._expose_pool()
-        async with PrefillClient(config.prefill) as prefill:
-            filter_ = Filter(
+        picker = RoundRobin()
+        pulse = Pulse()
+        async with PrefillClient(config.prefill) as client, self._releaser(picker) as releaser:
+            prefiller = Prefiller(
+                client=client,
                 pool=self._pool,
-                picker=RoundRobin(),
+                picker=picker,
                 connector=NixlPull(),
-                prefill=prefill,
-                limits=config.limits,
+                settings=config.prefill,
+                pulse=pulse,
+                metrics=self._metrics,
+                log=self._log,
+            )
+            filter_ = Filter(
+                config=config,
+                pool=self._pool,
+                picker=picker,
+                prefiller=prefiller,
+                releaser=releaser,
                 metrics=self._metrics,
                 log=self._log,
             )
             self._metrics.streams.set_function(lambda: filter_.open_streams)
             server = await self._start_grpc(filter_)
             runner = await admin.start(Address.parse(config.admin), self._metrics, self._status)
-            prober = asyncio.create_task(Prober(self._pool, config.health, self._log, self._on_endpoint_change).run())
+            prober = Prober(self._pool, config.health, self._log, self._on_endpoint_change)
+            background = [asyncio.create_task(part.run()) for part in (prober, pulse)]
             self._log.info(
                 "serving", version=__version__, listen=config.listen, admin=config.admin, prefill_via=config.prefill.via
             )
@@ -81,12 +96,21 @@ class Server:
                 await self._stop.wait()
                 await self._drain(server, filter_)
             finally:
-                prober.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await prober
+                for task in background:
+                    task.cancel()
+                await asyncio.gather(*background, return_exceptions=True)
                 await runner.cleanup()
                 await server.stop(None)
         self._log.info("stopped")
+
+    def _releaser(self, picker: RoundRobin) -> Releaser:
+        def decode_worker() -> str | None:
+            try:
+                return picker.pick(self._pool, Role.DECODE).address
+            except NoEndpointError:
+                return None
+
+        return Releaser(self._config.handoff, decode_worker, self._metrics, self._log)
 
     async def _start_grpc(self, filter_: Filter) -> grpc.aio.Server:
         limits = self._config.limits

@@ -40,6 +40,25 @@ class Metrics:
             buckets=_SECONDS,
             registry=registry,
         )
+        self.fallbacks = Counter(
+            "baton_fallbacks",
+            "Ways taken that were not the first choice: retry (another prefill worker), aggregate (no prefill), "
+            "stale (a handoff too old to use, prefilled again), decode (another decode worker than was picked)",
+            ["kind"],
+            registry=registry,
+        )
+        self.handoff_age_seconds = Histogram(
+            "baton_handoff_age_seconds",
+            "Age of a handoff when it goes to the decode worker, at the most",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.releases = Counter(
+            "baton_releases",
+            "Handoffs that no decode worker fetches, by what became of their blocks: released, failed, dropped",
+            ["outcome"],
+            registry=registry,
+        )
         self.removed_keys = Counter(
             "baton_client_keys_removed", "Transfer keys that clients sent and no engine saw", ["key"], registry=registry
         )

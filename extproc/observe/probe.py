@@ -1,4 +1,4 @@
-"""Which workers are live: a GET on each one's health path, on a steady beat."""
+"""Which workers are live, and which models they serve: GETs on each of them, on a steady beat."""
 
 from __future__ import annotations
 
@@ -6,10 +6,28 @@ import asyncio
 from collections.abc import Callable
 
 import aiohttp
+import msgspec
 
 from extproc.config import Health
 from extproc.observe.logs import Logger
 from extproc.routing.pool import Endpoint, Pool
+
+_MODELS_EVERY = 10
+"""Beats from one look at a worker's models to the next: adapters come and go."""
+
+_MODELS_MAX_BYTES = 1 << 20
+
+
+class _Models(msgspec.Struct, frozen=True):
+    data: list[msgspec.Raw]
+
+
+class _Card(msgspec.Struct, frozen=True):
+    id: str
+
+
+_models_decoder = msgspec.json.Decoder(_Models)
+_card_decoder = msgspec.json.Decoder(_Card)
 
 
 class Prober:
@@ -30,10 +48,13 @@ class Prober:
                 tasks.create_task(self._watch(session, endpoint))
 
     async def _watch(self, session: aiohttp.ClientSession, endpoint: Endpoint) -> None:
-        good = bad = 0
+        good = bad = beat = 0
         while True:
             fault = await self._probe(session, endpoint)
             good, bad = (good + 1, 0) if fault is None else (0, bad + 1)
+            if fault is None and (endpoint.models is None or beat % _MODELS_EVERY == 0):
+                endpoint.models = await self._models(session, endpoint) or endpoint.models
+            beat += 1
             if not endpoint.live and good >= self._settings.healthy_threshold:
                 self._set(endpoint, live=True, fault=None)
             elif endpoint.live and bad >= self._settings.unhealthy_threshold:
@@ -47,6 +68,17 @@ class Prober:
                 return None if response.status == 200 else f"status {response.status}"
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             return f"{type(error).__name__}: {error}"
+
+    async def _models(self, session: aiohttp.ClientSession, endpoint: Endpoint) -> dict[str, bytes] | None:
+        """The models that the worker lists; None if it does not say (no such endpoint, or it wants a key)."""
+        try:
+            async with session.get(f"http://{endpoint.address}/v1/models") as response:
+                if response.status != 200:
+                    return None
+                listed = _models_decoder.decode(await response.content.read(_MODELS_MAX_BYTES))
+                return {_card_decoder.decode(card).id: bytes(card) for card in listed.data}
+        except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError):
+            return None
 
     def _set(self, endpoint: Endpoint, *, live: bool, fault: str | None) -> None:
         endpoint.live = live

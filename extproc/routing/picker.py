@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from extproc.routing.pool import Endpoint, Pool, Role
 
 
 class NoEndpointError(Exception):
-    """No worker of a role is live."""
+    """No worker of a role can take the request."""
 
-    def __init__(self, role: Role) -> None:
-        super().__init__(f"no {role.value} worker is live")
+    def __init__(self, role: Role, model: str | None = None) -> None:
+        """``model`` is given where workers are live, but none serves it."""
+        what = f"serves the model {model!r}" if model is not None else "is live"
+        super().__init__(f"no {role.value} worker {what}")
         self.role = role
+        self.model = model
 
 
 class RoundRobin:
@@ -19,11 +24,16 @@ class RoundRobin:
     def __init__(self) -> None:
         self._turn = dict.fromkeys(Role, 0)
 
-    def pick(self, pool: Pool, role: Role) -> Endpoint:
-        """The next live endpoint of ``role``. Raises NoEndpointError."""
-        candidates = pool.live(role)
+    def pick(self, pool: Pool, role: Role, *, model: str | None = None, exclude: Collection[str] = ()) -> Endpoint:
+        """The next live endpoint of ``role`` that serves ``model``, but none of the addresses in ``exclude``.
+
+        Raises NoEndpointError.
+        """
+        live = pool.live(role)
+        serving = [endpoint for endpoint in live if endpoint.serves(model)]
+        candidates = [endpoint for endpoint in serving if endpoint.address not in exclude]
         if not candidates:
-            raise NoEndpointError(role)
+            raise NoEndpointError(role, model if live and not serving else None)
         turn = self._turn[role]
         self._turn[role] = turn + 1
         return candidates[turn % len(candidates)]

@@ -68,13 +68,14 @@ async def decode_answer(request: web.Request, body: bytes) -> web.StreamResponse
 
 @dataclass
 class FakeWorker:
-    """Use as an async context manager; ``received`` lists what came, without the health checks."""
+    """Use as an async context manager; ``received`` lists what came, without the filter's probes."""
 
     name: str
     port: int
     answer: Answer
     received: list[Received] = field(default_factory=list)
     healthy: bool = True
+    models: tuple[str, ...] = ("m",)
 
     def __post_init__(self) -> None:
         self._default = self.answer
@@ -107,6 +108,9 @@ class FakeWorker:
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         if request.path == "/health" and "x-client" not in request.headers:
             return web.Response(status=200 if self.healthy else 503)
+        if request.path == "/v1/models":
+            cards = [{"id": name, "object": "model", "owned_by": self.name} for name in self.models]
+            return web.json_response({"object": "list", "data": cards})
         body = await request.read()
         record = Received(request.method, request.path_qs, {k.lower(): v for k, v in request.headers.items()}, body)
         self.received.append(record)

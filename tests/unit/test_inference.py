@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.errors import ApiError
-from extproc.inference import TRANSFER_KEYS, parse
+from extproc.inference import TRANSFER_KEYS, parse, token_ids_of
 from extproc.paths import Treatment
 
 PARAMS = b'{"do_remote_prefill" : true}'
@@ -29,7 +29,7 @@ request_keys = st.sampled_from(
     [
         *TRANSFER_KEYS, "model", "messages", "prompt", "tools", "stream", "stream_options", "max_tokens",
         "max_completion_tokens", "min_tokens", "n", "stop", "ignore_eos", "logprobs", "top_logprobs", "vllm_xargs",
-        "sampling_params", "cache_salt", "tool_choice", "response_format", "chat_template_kwargs",
+        "sampling_params", "cache_salt", "tool_choice", "response_format", "chat_template_kwargs", "max_output_tokens", "stop_sequences", "store", "system", "input",
     ]
 ) | st.text(st.characters(exclude_categories=("Cs",)))  # fmt: skip
 bodies = st.dictionaries(request_keys, values, max_size=10)
@@ -42,7 +42,7 @@ spelling = st.builds(
     st.sampled_from([":", " : ", ":\n"]),
     st.sampled_from([",", " ,\t"]),
 )  # fmt: skip
-treatments = st.sampled_from([Treatment.CHAT, Treatment.COMPLETIONS])
+treatments = st.sampled_from([how for how in Treatment if how.apart])
 
 
 def spelt_values(body: dict[str, object], style: dict[str, object]) -> dict[str, bytes]:
@@ -83,13 +83,20 @@ def test_any_spelling_of_an_object_means_the_same_on_the_decode_leg(
 @given(bodies, treatments)
 def test_a_prefill_body_never_holds_what_the_engine_refuses(body: dict[str, object], how: Treatment) -> None:
     prefill = json.loads(parse(json.dumps(body).encode(), how).prefill_body(ASK))
-    assert prefill["stream"] is False and prefill["n"] == 1 and prefill["ignore_eos"] is True
+    assert prefill["stream"] is False
     assert prefill["kv_transfer_params"] == {"do_remote_decode": True}
-    caps = [key for key in ("max_tokens", "max_completion_tokens") if key in prefill]
-    if how is Treatment.CHAT:
-        assert [prefill[key] for key in caps] == [1]
-    else:
-        assert prefill["max_tokens"] == 1
+    caps = {
+        Treatment.CHAT: ("max_tokens", "max_completion_tokens"),
+        Treatment.COMPLETIONS: ("max_tokens",),
+        Treatment.RESPONSES: ("max_output_tokens",),
+        Treatment.MESSAGES: ("max_tokens",),
+    }[how]
+    assert [prefill[key] for key in caps if key in prefill] == [1]
+    if how is Treatment.MESSAGES:
+        assert "stop_sequences" not in prefill
+        return
+    assert prefill["ignore_eos"] is True
+    assert prefill["store"] is False if how is Treatment.RESPONSES else prefill["n"] == 1
     assert not {"stream_options", "min_tokens", "stop", "stop_token_ids", "logprobs", "top_logprobs"} & set(prefill)
     for key in ("model", "messages", "prompt", "tools", "tool_choice", "response_format", "cache_salt"):
         assert prefill.get(key) == body.get(key)
@@ -161,7 +168,7 @@ def test_the_cap_that_a_chat_client_uses_is_one_and_the_other_is_gone(sent: str,
         ('"prompt_logprobs":null', None), ('"prompt_logprobs":0', "prompt_logprobs"),
         ('"echo":false', None), ('"echo":true', "echo"),
         ('"prompt_embeds":"AAAA"', "prompt_embeds"),
-        ('"max_tokens":2', None), ('"max_tokens":1', "one_token"), ('"max_completion_tokens":1', "one_token"),
+        ('"max_tokens":2', None), ('"max_tokens":1', "one_token"),
     ],
 )  # fmt: skip
 def test_what_one_handoff_cannot_serve_goes_whole(field: str, reason: str | None) -> None:
@@ -174,6 +181,9 @@ def test_what_one_handoff_cannot_serve_goes_whole(field: str, reason: str | None
         (b"", "empty_body", "needs a JSON body"),
         (b"[1]", "not_an_object", "must be a JSON object"),
         (b"null", "not_an_object", "must be a JSON object"),
+        (b'{"a":1,"b":2,"a":3}', "duplicate_key", "'a' stands twice"),
+        (b'{"a": 1, "a": 3}', "duplicate_key", "'a' stands twice"),
+        (b'{"a":1,"\\u0061":3}', "duplicate_key", "'a' stands twice"),
         (b'{"a":1,}', "invalid_json", "byte 7"),
         (b'{"a":"\xc3\x28"}', "invalid_json", "byte 6"),
         (b'{"a":Infinity}', "invalid_json", "byte 5"),
@@ -187,3 +197,63 @@ def test_a_bad_body_says_what_is_wrong_and_where(body: bytes, code: str, where: 
         parse(body, Treatment.CHAT)
     assert (caught.value.code, caught.value.status) == (code, 400)
     assert re.search(re.escape(where), caught.value.message)
+
+
+def test_a_key_twice_inside_a_value_is_the_engines_business() -> None:
+    assert list(parse(b'{ "a" : {"b":1,"b":2} }', Treatment.CHAT).fields) == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("how", "body", "reason"),
+    [
+        (Treatment.RESPONSES, '{"previous_response_id":"r"}', "previous_response"),
+        (Treatment.RESPONSES, '{"background":true}', "background"),
+        (Treatment.RESPONSES, '{"max_output_tokens":1}', "one_token"),
+        (Treatment.RESPONSES, '{"tools":[{"type":"function","name":"f"}]}', None),
+        (Treatment.RESPONSES, '{"tools":[{"type":"function"},{"type":"code_interpreter"}]}', "server_tools"),
+        (Treatment.RESPONSES, '{"tools":"x"}', "server_tools"),
+        (Treatment.RESPONSES, '{"tools":null,"prompt":{"id":"p"}}', None),
+        (Treatment.MESSAGES, '{"max_tokens":1}', "one_token"),
+        (Treatment.MESSAGES, '{"max_tokens":2,"tools":[{"name":"f","input_schema":{}}]}', None),
+        (Treatment.CHAT, '{"tools":[{"type":"custom"}],"max_tokens":1,"max_completion_tokens":5}', "one_token"),
+        (Treatment.CHAT, '{"max_completion_tokens":1}', "one_token"),
+        (Treatment.COMPLETIONS, '{"max_completion_tokens":1}', None),
+    ],
+)
+def test_each_api_has_its_own_reasons_to_go_whole(how: Treatment, body: str, reason: str | None) -> None:
+    assert parse(body.encode(), how).whole_reason() == reason
+
+
+IDS = b"[1,2, 3]"
+
+
+def test_token_ids_go_where_each_api_takes_them() -> None:
+    chat = parse(b'{"messages":[]}', Treatment.CHAT)
+    assert b'"return_token_ids":true' in chat.prefill_body(ASK, return_token_ids=True)
+    assert chat.decode_body(b'{"a" : 1} ', IDS) == b'{"messages":[],"kv_transfer_params":{"a" : 1,"prompt_token_ids":[1,2, 3]}}'
+    text = parse(b'{"model":"m","prompt":"hello","n":1}', Treatment.COMPLETIONS)
+    assert text.decode_body(PARAMS, IDS) == b'{"model":"m","prompt":[1,2, 3],"n":1,"kv_transfer_params":' + PARAMS + b"}"
+    assert b"return_token_ids" not in parse(b"{}", Treatment.RESPONSES).prefill_body(ASK, return_token_ids=True)
+
+
+@pytest.mark.parametrize(
+    ("how", "reply", "ids"),
+    [
+        (Treatment.CHAT, b'{"prompt_token_ids":[1,2, 3],"choices":[{"message":{}}]}', IDS),
+        (Treatment.COMPLETIONS, b'{"choices":[{"text":"x","prompt_token_ids":[1,2, 3]}]}', IDS),
+        (Treatment.COMPLETIONS, b'{"choices":[]}', None),
+        (Treatment.CHAT, b'{"choices":[{"prompt_token_ids":[1]}]}', None),
+        (Treatment.CHAT, b'{"prompt_token_ids":[]}', None),
+        (Treatment.CHAT, b'{"prompt_token_ids":null}', None),
+        (Treatment.RESPONSES, b'{"prompt_token_ids":[1]}', None),
+    ],
+)
+def test_token_ids_are_found_where_each_api_puts_them(how: Treatment, reply: bytes, ids: bytes | None) -> None:
+    assert token_ids_of(reply, how) == ids
+
+
+@pytest.mark.parametrize("body", [b"{}", b'{"model":""}', b'{"model":null}', b'{"model":7}', b'{"model":["m"]}'])
+def test_a_body_without_a_model_is_refused(body: bytes) -> None:
+    with pytest.raises(ApiError) as caught:
+        parse(body, Treatment.CHAT).model()
+    assert (caught.value.code, caught.value.status, caught.value.param) == ("model_missing", 400, "model")

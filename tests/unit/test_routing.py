@@ -49,3 +49,31 @@ def test_a_count_is_given_back_on_every_way_out() -> None:
     with pytest.raises(RuntimeError), endpoint.busy():
         raise RuntimeError
     assert endpoint.in_flight == 0
+
+
+def test_a_worker_gets_only_models_that_it_serves() -> None:
+    p, picker = pool(2, 1), RoundRobin()
+    p.endpoints[0].models = {"a": b"{}"}
+    assert {picker.pick(p, Role.PREFILL, model="a").address for _ in range(4)} == {"10.0.0.0:1", "10.0.0.1:1"}
+    assert {picker.pick(p, Role.PREFILL, model="b").address for _ in range(4)} == {"10.0.0.1:1"}
+    p.endpoints[1].models = {"c": b"{}"}
+    with pytest.raises(NoEndpointError, match="no prefill worker serves the model 'b'") as caught:
+        picker.pick(p, Role.PREFILL, model="b")
+    assert caught.value.model == "b"
+
+
+def test_a_worker_that_was_tried_is_not_picked_again() -> None:
+    p, picker = pool(), RoundRobin()
+    assert {picker.pick(p, Role.PREFILL, exclude=["10.0.0.0:1"]).address for _ in range(4)} == {"10.0.0.1:1"}
+    with pytest.raises(NoEndpointError) as caught:
+        picker.pick(p, Role.PREFILL, exclude=["10.0.0.0:1", "10.0.0.1:1"])
+    assert caught.value.model is None
+
+
+def test_models_of_the_pool_are_those_of_live_workers_each_once() -> None:
+    p = pool(1, 2)
+    p.endpoints[0].models = {"a": b'{"id":"a","n":1}'}
+    p.endpoints[1].models = {"a": b'{"id":"a","n":2}', "b": b'{"id":"b"}'}
+    p.endpoints[2].models = {"c": b'{"id":"c"}'}
+    p.endpoints[2].live = False
+    assert p.models() == {"a": b'{"id":"a","n":1}', "b": b'{"id":"b"}'}

@@ -1,0 +1,142 @@
+"""Get one handoff for a request: prefill workers tried in turn, within one deadline.
+
+What counts as a reason to try another worker is a table here; how one call is made is in :mod:`extproc.prefill`.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from extproc.config import Prefill
+from extproc.errors import ApiError, RelayedError
+from extproc.handoff import Connector, Handoff, HandoffError
+from extproc.inference import InferenceRequest, token_ids_of
+from extproc.observe.logs import Logger
+from extproc.observe.metrics import Metrics
+from extproc.observe.pulse import Pulse
+from extproc.prefill import PrefillClient
+from extproc.routing.picker import NoEndpointError, RoundRobin
+from extproc.routing.pool import Endpoint, Pool, Role
+
+# Failures of one worker, which another may not share.
+_ANOTHER_MAY_DO = frozenset(("prefill_failed", "prefill_unreachable", "prefill_timeout", "handoff_invalid"))
+
+
+class Ask(msgspec.Struct, frozen=True):
+    """What is to be prefilled."""
+
+    request: InferenceRequest
+    path: str
+    headers: Mapping[str, str]
+    """Client headers that the prefill leg carries."""
+    model: str
+    request_id: str
+    deadline_s: float
+    """On the monotonic clock."""
+
+
+class Prefilled(msgspec.Struct, frozen=True):
+    """A handoff, how old it may be, and what came with it."""
+
+    handoff: Handoff
+    since_s: float
+    """On the monotonic clock: the lease did not begin before this."""
+    prompt_token_ids: bytes | None
+
+
+class Prefiller:
+    """Finds a prefill worker and calls it, and another one if that fails."""
+
+    def __init__(
+        self,
+        *,
+        client: PrefillClient,
+        pool: Pool,
+        picker: RoundRobin,
+        connector: Connector,
+        settings: Prefill,
+        pulse: Pulse,
+        metrics: Metrics,
+        log: Logger,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._client = client
+        self._pool = pool
+        self._picker = picker
+        self._connector = connector
+        self._settings = settings
+        self._pulse = pulse
+        self._metrics = metrics
+        self._log = log
+        self._clock = clock
+
+    async def obtain(self, ask: Ask, on_pick: Callable[[Endpoint], None]) -> Prefilled:
+        """A fresh handoff. ``on_pick`` is told of every worker that is tried.
+
+        Raises ApiError with the last worker's failure, RelayedError, NoEndpointError.
+        """
+        tried: list[str] = []
+        failure: ApiError | None = None
+        while True:
+            try:
+                endpoint = self._picker.pick(self._pool, Role.PREFILL, model=ask.model, exclude=tried)
+            except NoEndpointError:
+                if failure is not None:
+                    raise failure from None
+                raise
+            if failure is not None:
+                self._metrics.fallbacks.labels("retry").inc()
+            on_pick(endpoint)
+            with endpoint.busy():
+                try:
+                    return await self._attempt(endpoint, ask)
+                except ApiError as error:
+                    self._log.warning(
+                        "prefill_failed",
+                        request_id=ask.request_id,
+                        prefill=endpoint.address,
+                        code=error.code,
+                        reason=error.message,
+                    )
+                    if error.code not in _ANOTHER_MAY_DO or len(tried) >= self._settings.retries:
+                        raise
+                    failure = error
+                    tried.append(endpoint.address)
+
+    async def _attempt(self, endpoint: Endpoint, ask: Ask) -> Prefilled:
+        started = self._clock()
+        outcome = "cancelled"
+        try:
+            with self._metrics.prefills_in_flight.track_inprogress():
+                prefilled = await self._call(endpoint, ask)
+            outcome = "ok"
+            return prefilled
+        except RelayedError:
+            outcome = "refused"
+            raise
+        except ApiError:
+            outcome = "failed"
+            raise
+        finally:
+            self._metrics.prefill_seconds.labels(outcome).observe(self._clock() - started)
+
+    async def _call(self, endpoint: Endpoint, ask: Ask) -> Prefilled:
+        left_s = ask.deadline_s - self._clock()
+        if left_s <= 0:
+            raise ApiError("prefill_timeout", "the deadline of the request has passed")
+        # The engine makes its own id of this one, so it must be unique, whatever the client sent and however often we try.
+        headers = {**ask.headers, "x-request-id": uuid.uuid4().hex}
+        body = ask.request.prefill_body(self._connector.prefill_params(), return_token_ids=self._settings.tokenise_once)
+        timeout_s = min(left_s, self._settings.attempt_timeout_s or left_s)
+        reply = await self._client.run(endpoint.address, ask.path, body, headers, timeout_s=timeout_s)
+        since_s = self._pulse.not_before()
+        try:
+            handoff = self._connector.accept(reply, prefill=endpoint.address)
+        except HandoffError as error:
+            raise ApiError("handoff_invalid", f"the prefill worker's answer cannot be handed over: {error}") from None
+        token_ids = token_ids_of(reply, ask.request.treatment) if self._settings.tokenise_once else None
+        return Prefilled(handoff, since_s, token_ids)

@@ -1,0 +1,91 @@
+"""Give back the KV blocks of handoffs that no decode worker will fetch.
+
+An engine has no call for that. But a decode worker that turns a request down tells the prefill worker to let go of the blocks
+which the request names (vLLM 0.32: the rejection clean-up of its generate endpoints). So a request that must be turned down,
+for a model that does not exist, releases them at once; left alone they stay pinned until the lease ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import aiohttp
+import msgspec
+
+from extproc.config import Handoff as Settings
+from extproc.handoff import Handoff
+from extproc.observe.logs import Logger
+from extproc.observe.metrics import Metrics
+
+_NO_SUCH_MODEL = "baton-release-no-such-model"
+_PATH = "/v1/completions"
+_CALLS_AT_ONCE = 8
+
+
+class Releaser:
+    """A bounded queue of handoffs to release, and the tasks that work it off. Use as an async context manager."""
+
+    def __init__(self, settings: Settings, decode_worker: Callable[[], str | None], metrics: Metrics, log: Logger) -> None:
+        """``decode_worker`` names a live decode worker, ``ip:port``, at the time of the call."""
+        self._settings = settings
+        self._decode_worker = decode_worker
+        self._metrics = metrics
+        self._log = log
+        self._queue: asyncio.Queue[Handoff] = asyncio.Queue(settings.release_queue)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Releaser:
+        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=self._settings.release_timeout_s))
+        self._tasks = [asyncio.create_task(self._work()) for _ in range(_CALLS_AT_ONCE)]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Work off what is queued, for as long as one call may take, and end."""
+        try:
+            await asyncio.wait_for(self._queue.join(), self._settings.release_timeout_s)
+        except TimeoutError:
+            self._log.warning("releases_left", handoffs=self._queue.qsize())
+        for task in self._tasks:
+            task.cancel()
+        await self._session.close()
+
+    def release(self, handoff: Handoff) -> None:
+        """Queue it; returns at once."""
+        if not self._settings.release:
+            return
+        try:
+            self._queue.put_nowait(handoff)
+        except asyncio.QueueFull:
+            self._metrics.releases.labels("dropped").inc()
+
+    async def _work(self) -> None:
+        while True:
+            handoff = await self._queue.get()
+            try:
+                fault = await self._call(handoff)
+            finally:
+                self._queue.task_done()
+            self._metrics.releases.labels("failed" if fault else "released").inc()
+            self._log.info("release", prefill=handoff.prefill, engine_request=handoff.request_id, fault=fault)
+
+    async def _call(self, handoff: Handoff) -> str | None:
+        """None if the blocks are free, else what went wrong."""
+        worker = self._decode_worker()
+        if worker is None:
+            return "no decode worker is live"
+        body = msgspec.json.encode(
+            {
+                "model": _NO_SUCH_MODEL,
+                "prompt": "x",
+                "max_tokens": 1,
+                "kv_transfer_params": msgspec.Raw(handoff.params),
+            }
+        )
+        try:
+            async with self._session.post(
+                f"http://{worker}{_PATH}", data=body, headers={"content-type": "application/json"}
+            ) as response:
+                return None if response.status == 404 else f"{worker} answered {response.status}"
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            return f"{worker}: {type(error).__name__}"
