@@ -1,0 +1,113 @@
+"""The endpoints that ask about the server: health, load, version, models, metrics, and what unknown paths get."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Iterable
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import Metric
+
+if TYPE_CHECKING:
+    from workers.sim.worker import Worker
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@web.middleware
+async def framework_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Unknown paths and methods, in the web framework's words."""
+    try:
+        return await handler(request)
+    except web.HTTPNotFound:
+        return web.json_response({"detail": "Not Found"}, status=404)
+    except web.HTTPMethodNotAllowed as error:
+        allowed = ", ".join(sorted(error.allowed_methods))
+        return web.json_response({"detail": "Method Not Allowed"}, status=405, headers={"allow": allowed})
+    except web.HTTPRequestEntityTooLarge:
+        return web.json_response({"detail": "Request Entity Too Large"}, status=413)
+
+
+class _Collector:
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    def collect(self) -> Iterable[Metric]:
+        return self._worker.metrics.families(self._worker.engine)
+
+
+def add_routes(app: web.Application, worker: Worker) -> None:
+    """The routes of one worker."""
+    from workers.sim.worker import VERSION
+
+    created = int(time.time())
+    registry = CollectorRegistry()
+    registry.register(_Collector(worker))
+
+    async def health(_: web.Request) -> web.Response:
+        return web.Response(status=503 if worker.engine.dead else 200)
+
+    async def load(_: web.Request) -> web.Response:
+        return web.json_response({"server_load": worker.serving.in_flight})
+
+    async def version(_: web.Request) -> web.Response:
+        return web.json_response({"version": VERSION})
+
+    async def models(_: web.Request) -> web.Response:
+        model = worker.model
+        cards = [_card(name, model.names[0], None, model.max_model_len, created) for name in model.names]
+        cards += [_card(name, path, model.names[0], None, created) for name, path in model.adapters.items()]
+        return web.json_response({"object": "list", "data": cards})
+
+    async def metrics(_: web.Request) -> web.Response:
+        headers = {"content-type": "text/plain; version=1.0.0; charset=utf-8"}
+        return web.Response(body=generate_latest(registry), headers=headers)
+
+    async def event_sources(_: web.Request) -> web.Response:
+        if worker.publisher is None:
+            return web.json_response({})
+        options = worker.options
+        source = {
+            "endpoint": options.events_endpoint,
+            "replay_endpoint": options.events_replay_endpoint,
+            "topic": options.events_topic,
+        }
+        return web.json_response({"0": source})
+
+    app.router.add_get("/health", health)
+    app.router.add_route("*", "/ping", health)
+    app.router.add_get("/load", load)
+    app.router.add_get("/version", version)
+    app.router.add_get("/v1/models", models)
+    app.router.add_get("/metrics", metrics)
+    app.router.add_get("/kv_event_sources", event_sources)
+
+
+def _card(name: str, root: str, parent: str | None, max_model_len: int | None, created: int) -> dict[str, object]:
+    permission = {
+        "id": f"modelperm-{uuid.uuid4().hex}",
+        "object": "model_permission",
+        "created": created,
+        "allow_create_engine": False,
+        "allow_sampling": True,
+        "allow_logprobs": True,
+        "allow_search_indices": False,
+        "allow_view": True,
+        "allow_fine_tuning": False,
+        "organization": "*",
+        "group": None,
+        "is_blocking": False,
+    }
+    return {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "vllm",
+        "root": root,
+        "parent": parent,
+        "max_model_len": max_model_len,
+        "permission": [permission],
+    }

@@ -1,0 +1,423 @@
+"""The engine core: which sequences run in the next step, and what the step brings. vLLM's scheduler in small.
+
+Running sequences first, then waiting ones in order, within ``max_num_seqs`` and a token budget a step (chunked prefill). A step
+is planned, takes its time elsewhere, and is committed. No I/O here; time is given. What must happen outside (pull KV, tell a
+prefill worker to let go) is left in ``effects``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from workers.sim import hashing
+from workers.sim.blocks import BlockPool, Kv, Stored
+from workers.sim.handoff import Handoffs
+from workers.sim.request import Sequence, Status
+from workers.sim.text import MEAN_ANSWER_TOKENS, Answer
+
+
+@dataclass(frozen=True)
+class CoreConfig:
+    """The limits of one engine."""
+
+    block_size: int = 16
+    num_blocks: int = 34_900
+    max_model_len: int = 32_768
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    prefix_caching: bool = True
+    hash_seed: str = hashing.DEFAULT_SEED
+    lease_s: float = 30.0
+    recompute_on_load_failure: bool = False
+    mean_answer_tokens: int = MEAN_ANSWER_TOKENS
+    decode_burst_tokens: int = 1
+    """Tokens a running sequence gets in one step; more than one only where no time is simulated."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Where a decode worker finds this engine."""
+
+    engine_id: str
+    host: str
+    port: int
+
+
+class Pull(NamedTuple):
+    """Fetch these remote blocks for a sequence, then call pulled()."""
+
+    sequence: Sequence
+    remote_blocks: list[int]
+    tokens: int
+
+
+class Release(NamedTuple):
+    """Tell the prefill worker of these kv_transfer_params that nobody will read its blocks."""
+
+    request_id: str
+    params: dict[str, Any]
+
+
+Effect = Pull | Release
+
+
+class Work(NamedTuple):
+    """One sequence's part of a step."""
+
+    sequence: Sequence
+    tokens: int
+
+
+@dataclass
+class Plan:
+    """One step."""
+
+    work: list[Work] = field(default_factory=list)
+    prefill_tokens: int = 0
+    prefill_context_tokens: int = 0
+    decodes: int = 0
+    decode_context_tokens: int = 0
+
+
+@dataclass
+class Counters:
+    """What the metrics endpoint shows, since the start."""
+
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    external_queries: int = 0
+    external_hits: int = 0
+    local_compute_tokens: int = 0
+    local_hit_tokens: int = 0
+    pulled_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+    expired: int = 0
+    late_notifications: int = 0
+    steps: int = 0
+    busy_steps_prefill: int = 0
+
+
+class Core:
+    """One engine."""
+
+    def __init__(
+        self,
+        config: CoreConfig,
+        pool: BlockPool,
+        handoffs: Handoffs,
+        identity: Identity,
+        *,
+        on_leak: Callable[[str, str, str], None] | None = None,
+    ) -> None:
+        self.config = config
+        self.pool = pool
+        self.handoffs = handoffs
+        self.identity = identity
+        self._on_leak = on_leak
+        self._root = hashing.root_hash(config.hash_seed)
+        self.waiting: deque[Sequence] = deque()
+        self.pulling: dict[str, Sequence] = {}
+        self.running: list[Sequence] = []
+        self.effects: list[Effect] = []
+        self.counters = Counters()
+
+    # -- from outside ------------------------------------------------------------------------------------------------------
+
+    def add(self, sequence: Sequence, now_s: float) -> None:
+        """Queue it."""
+        sequence.arrived_s = now_s
+        self.waiting.append(sequence)
+
+    def abort(self, sequence: Sequence) -> None:
+        """The client is gone. A handoff that was not read yet is given back; a pull under way runs to its end."""
+        if sequence.status is Status.FINISHED:
+            return
+        if sequence.status is Status.WAITING:
+            self.waiting.remove(sequence)
+            if sequence.wants_pull:
+                self.reject(sequence.request_id, sequence.kv_params or {})
+        elif sequence.status is Status.PULLING:
+            # The blocks stay taken until pulled(): a transfer writes into them.
+            sequence.status = Status.FINISHED
+            sequence.on_end("abort")
+            return
+        else:
+            self.running.remove(sequence)
+        self._finish(sequence, "abort")
+
+    def reject(self, request_id: str, params: dict[str, Any]) -> None:
+        """A request with these params will not run: its prefill worker may let go."""
+        self.effects.append(Release(request_id, params))
+
+    def pulled(self, sequence: Sequence, kv: Seq[Kv] | None) -> None:
+        """The pull of a sequence ended: with what the remote blocks held, or with None if it failed."""
+        self.pulling.pop(sequence.request_id, None)
+        if sequence.status is Status.FINISHED:
+            self.pool.drop(sequence.blocks)
+            sequence.blocks = []
+            return
+        size, prompt = self.config.block_size, len(sequence.prompt)
+        hit = sequence.cached_tokens or 0
+        sequence.pull_allowed = False
+        if kv is None and not self.config.recompute_on_load_failure:
+            self._finish(sequence, "error")
+            return
+        if kv is None:
+            sequence.computed = hit
+        else:
+            for block, held in zip(sequence.blocks[hit // size :], kv, strict=False):
+                self.pool.kv[block] = held
+            sequence.pulled_tokens = prompt - hit
+            sequence.computed = prompt
+            self._register(sequence)
+            # The last token is computed here in any case: sampling needs its logits.
+            sequence.computed = prompt - 1
+            self.counters.external_hits += prompt - hit
+        sequence.status = Status.WAITING
+        self.waiting.appendleft(sequence)
+
+    def expire(self, now_s: float) -> None:
+        """Free handoffs that nobody fetched in time."""
+        for pinned in self.handoffs.expire(now_s):
+            self.counters.expired += 1
+            kind = "reply_lost" if pinned.reply_lost else "peer_lost" if pinned.wanted else "leaked_blocks"
+            if self._on_leak is not None:
+                self._on_leak(kind, pinned.request_id, f"{len(pinned.blocks)} blocks, freed by the end of the lease")
+
+    def has_work(self) -> bool:
+        """Whether a step could do anything."""
+        return bool(self.running or self.waiting)
+
+    # -- a step ------------------------------------------------------------------------------------------------------------
+
+    def plan(self, now_s: float) -> Plan:
+        """The next step: who runs, with how many tokens."""
+        plan = Plan()
+        budget = self.config.max_num_batched_tokens
+        index = 0
+        while index < len(self.running) and budget > 0:
+            sequence = self.running[index]
+            tokens = min(self._wanted(sequence), budget)
+            if not self._grow(sequence, sequence.computed + tokens):
+                continue  # somebody was preempted, perhaps this one
+            self._put(plan, sequence, tokens)
+            budget -= tokens
+            index += 1
+        while self.waiting and budget > 0 and len(self.running) < self.config.max_num_seqs:
+            sequence = self.waiting[0]
+            if not self._admit(sequence, now_s):
+                break
+            self.waiting.popleft()
+            if sequence.status is Status.PULLING:
+                continue
+            sequence.status = Status.RUNNING
+            self.running.append(sequence)
+            tokens = min(self._wanted(sequence), budget)
+            self._put(plan, sequence, tokens)
+            budget -= tokens
+        return plan
+
+    def commit(self, plan: Plan, now_s: float) -> None:
+        """The step is done: KV is written, tokens come out, sequences end."""
+        self.counters.steps += 1
+        for sequence, tokens in plan.work:
+            if sequence.status is not Status.RUNNING:
+                continue
+            start, target = sequence.computed, len(sequence.token_ids)
+            if start + tokens < target:  # a chunk of a prefill
+                self._write(sequence, start, start + tokens)
+                continue
+            self._write(sequence, start, target)
+            self._sample(sequence, start + tokens - target + 1, now_s)
+
+    # -- inside ------------------------------------------------------------------------------------------------------------
+
+    def _wanted(self, sequence: Sequence) -> int:
+        left = len(sequence.token_ids) - sequence.computed
+        if left == 1 and sequence.answered:
+            room = sequence.stop.max_tokens - sequence.answered
+            return max(1, min(self.config.decode_burst_tokens, room))
+        return left
+
+    def _put(self, plan: Plan, sequence: Sequence, tokens: int) -> None:
+        plan.work.append(Work(sequence, tokens))
+        context = sequence.computed + tokens
+        if sequence.answered and len(sequence.token_ids) - sequence.computed == 1:
+            plan.decodes += 1
+            plan.decode_context_tokens += context
+        else:
+            plan.prefill_tokens += tokens
+            plan.prefill_context_tokens += tokens * (sequence.computed + context) // 2
+
+    def _grow(self, sequence: Sequence, tokens: int) -> bool:
+        """Blocks for ``tokens`` tokens; False after making room by preempting the last running sequence."""
+        missing = -(-tokens // self.config.block_size) - len(sequence.blocks)
+        if missing <= 0:
+            return True
+        fresh = self.pool.take(missing)
+        if fresh is not None:
+            sequence.blocks += fresh
+            return True
+        victim = self.running.pop()
+        self.pool.drop(victim.blocks)
+        victim.blocks, victim.registered, victim.computed = [], 0, 0
+        victim.status = Status.WAITING
+        victim.preemptions += 1
+        self.counters.preemptions += 1
+        self.waiting.appendleft(victim)
+        return False
+
+    def _admit(self, sequence: Sequence, now_s: float) -> bool:
+        """Give a waiting sequence its blocks; False if there are not enough."""
+        if sequence.blocks:  # came back from a pull
+            return True
+        size, total = self.config.block_size, len(sequence.token_ids)
+        hit: list[int] = []
+        use_cache = self.config.prefix_caching and not sequence.skip_cache
+        if use_cache:
+            self._hash_up_to(sequence, total // size)
+            hit = self.pool.match(sequence.hashes[: (total - 1) // size])
+        self.pool.hold(hit)
+        fresh = self.pool.take(-(-total // size) - len(hit))
+        if fresh is None:
+            self.pool.drop(hit)
+            return False
+        sequence.blocks = hit + fresh
+        sequence.registered = len(hit)
+        sequence.computed = len(hit) * size
+        if sequence.scheduled_s is None:
+            sequence.scheduled_s = now_s
+            sequence.cached_tokens = sequence.computed
+            if use_cache:
+                self.counters.prefix_queries += total
+                self.counters.prefix_hits += sequence.computed
+        if sequence.wants_pull:
+            self._pull(sequence, fresh)
+        return True
+
+    def _pull(self, sequence: Sequence, fresh: list[int]) -> None:
+        params = sequence.kv_params or {}
+        groups = params.get("remote_block_ids") or [[]]
+        remote = list(groups[0]) if isinstance(groups[0], list) else list(groups)
+        tokens = len(sequence.prompt) - sequence.computed
+        self.counters.external_queries += tokens
+        sequence.status = Status.PULLING
+        self.pulling[sequence.request_id] = sequence
+        # As vLLM does where the local prefix cache has the start: the last ones are taken.
+        self.effects.append(Pull(sequence, remote[-len(fresh) :], tokens))
+
+    def _hash_up_to(self, sequence: Sequence, blocks: int) -> None:
+        size = self.config.block_size
+        for index in range(len(sequence.hashes), blocks):
+            parent = sequence.hashes[-1] if sequence.hashes else self._root
+            sequence.hashes.append(
+                hashing.block_hash(parent, sequence.token_ids[index * size : (index + 1) * size], self._extra(sequence, index))
+            )
+
+    def _extra(self, sequence: Sequence, index: int) -> hashing.ExtraKeys:
+        return hashing.extra_keys(
+            index, adapter=sequence.adapter, adapter_path=sequence.adapter_path, cache_salt=sequence.cache_salt
+        )
+
+    def _write(self, sequence: Sequence, start: int, end: int) -> None:
+        """The KV of tokens ``start`` to ``end`` goes into the blocks; what a block held before ``start`` stays."""
+        size = self.config.block_size
+        for index in range(start // size, -(-end // size)):
+            first, last = max(start, index * size), min(end, (index + 1) * size)
+            block = sequence.blocks[index]
+            if first == index * size:
+                held = Kv(sequence.context(index, size), sequence.bytes_of(first, last))
+            else:
+                old = self.pool.kv[block]
+                held = Kv(old.context, old.tokens[: (first - index * size) * 4] + sequence.bytes_of(first, last))
+            self.pool.kv[block] = held
+        sequence.computed = end
+        self._register(sequence)
+
+    def _register(self, sequence: Sequence) -> None:
+        size = self.config.block_size
+        full = sequence.computed // size
+        if full <= sequence.registered or not self.config.prefix_caching:
+            return
+        self._hash_up_to(sequence, full)
+        first = sequence.registered
+        published = [
+            None if keys is None else tuple(key[1] for key in keys)
+            for keys in (self._extra(sequence, index) for index in range(first, full))
+        ]
+        stored = Stored(
+            hashes=tuple(sequence.hashes[first:full]),
+            parent=sequence.hashes[first - 1] if first else None,
+            token_ids=tuple(sequence.token_ids[first * size : full * size]),
+            adapter=sequence.adapter,
+            extra_keys=tuple(published),
+        )
+        self.pool.register(sequence.blocks[first:full], stored)
+        sequence.registered = full
+
+    def _sample(self, sequence: Sequence, count: int, now_s: float) -> None:
+        """Up to ``count`` tokens. The first sees what the blocks hold."""
+        if sequence.answer is None:
+            state = self.pool.state(sequence.blocks, len(sequence.prompt), sequence.adapter)
+            mean = self.config.mean_answer_tokens
+            sequence.answer = Answer(state, sequence.stop, mean_tokens=mean, eos_first=sequence.eos_first)
+            sequence.first_token_s = now_s
+            sequence.local_tokens = len(sequence.prompt) - (sequence.cached_tokens or 0) - sequence.pulled_tokens
+            self.counters.local_compute_tokens += sequence.local_tokens
+            self.counters.local_hit_tokens += sequence.cached_tokens or 0
+            self.counters.pulled_tokens += sequence.pulled_tokens
+        steps = []
+        for index in range(count):
+            if index:  # the token before is input now, and its KV is written
+                self._write(sequence, sequence.computed, sequence.computed + 1)
+            steps.append(sequence.answer.next())
+            sequence.token_ids.append(steps[-1].token_id)
+            if steps[-1].finish_reason is not None:
+                break
+        self.counters.generated_tokens += len(steps)
+        sequence.last_token_s = now_s
+        reason = steps[-1].finish_reason
+        if reason is not None:
+            self.running.remove(sequence)
+            self._finish(sequence, reason, now_s)
+        sequence.on_steps(steps)
+        if reason is not None:
+            sequence.on_end(reason)
+
+    def _finish(self, sequence: Sequence, reason: str, now_s: float = 0.0) -> None:
+        """The one way out: blocks are pinned for a decode worker, or freed."""
+        sequence.status = Status.FINISHED
+        blocks, sequence.blocks = sequence.blocks, []
+        if reason in ("stop", "length"):
+            if sequence.is_prefill_leg and not sequence.null_params:
+                used = blocks[: -(-sequence.computed // self.config.block_size)]
+                self.pool.drop(blocks[len(used) :])
+                self.handoffs.pin(sequence.request_id, used, now_s)
+                sequence.kv_result = self._params(sequence, used)
+                return
+        else:
+            sequence.on_end(reason)
+        self.pool.drop(blocks)
+
+    def _params(self, sequence: Sequence, blocks: list[int]) -> dict[str, Any]:
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_block_ids": [blocks],
+            "remote_engine_id": self.identity.engine_id,
+            "remote_request_id": sequence.request_id,
+            "remote_host": self.identity.host,
+            "remote_port": self.identity.port,
+            "tp_size": 1,
+            "dcp_size": 1,
+            "pp_size": 1,
+            "remote_num_tokens": sequence.computed,
+            "remote_blocks_expiry_time": None,
+            "transfer_mode": "pull",
+            "remote_prefill_cached_tokens": sequence.cached_tokens or 0,
+        }

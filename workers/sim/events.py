@@ -1,0 +1,124 @@
+"""KV cache events over ZMQ, in vLLM 0.32's wire format: what is in the prefix cache, told to whoever subscribes.
+
+Frames: topic, sequence number (8 bytes, big-endian), msgpack ``[time, events, data-parallel rank]`` with each event a map
+that has a ``type``. A ROUTER socket replays the last batches: it is asked with a start number and answers batch by batch,
+then with sequence number -1. What may live here: the sockets and the format.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from workers.sim.blocks import CacheEvent, Removed, Stored
+from workers.sim.hashing import wire_hash
+
+_END = (-1).to_bytes(8, "big", signed=True)
+_BUFFERED_BATCHES = 10_000
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def as_map(event: CacheEvent, block_size: int, adapter_ids: dict[str, int]) -> dict[str, Any]:
+    """One event as it goes on the wire."""
+    if isinstance(event, Stored):
+        return {
+            "type": "BlockStored",
+            "block_hashes": [wire_hash(digest) for digest in event.hashes],
+            "parent_block_hash": None if event.parent is None else wire_hash(event.parent),
+            "token_ids": list(event.token_ids),
+            "block_size": block_size,
+            "lora_id": adapter_ids.get(event.adapter),
+            "medium": "GPU",
+            "lora_name": event.adapter or None,
+            "extra_keys": [None if keys is None else list(keys) for keys in event.extra_keys],
+            "group_idx": 0,
+            "kv_cache_spec_kind": "full_attention",
+        }
+    if isinstance(event, Removed):
+        return {
+            "type": "BlockRemoved",
+            "block_hashes": [wire_hash(digest) for digest in event.hashes],
+            "medium": "GPU",
+            "group_idx": 0,
+        }
+    return {"type": "AllBlocksCleared"}
+
+
+class Publisher:
+    """Publishes the events of one worker. Used from one event loop."""
+
+    def __init__(
+        self, endpoint: str, replay_endpoint: str | None, *, topic: str, block_size: int, adapters: tuple[str, ...] = ()
+    ) -> None:
+        self.endpoint = endpoint
+        self.replay_endpoint = replay_endpoint
+        self._topic = topic.encode()
+        self._block_size = block_size
+        self._adapter_ids = {name: number for number, name in enumerate(adapters, start=1)}
+        self._context = zmq.Context()
+        self._publish = self._bound(zmq.PUB, endpoint)
+        self._replay: zmq.Socket[bytes] | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._pending: list[CacheEvent] = []
+        self._sequence = 0
+        self._buffer: deque[tuple[int, bytes]] = deque(maxlen=_BUFFERED_BATCHES)
+        if replay_endpoint:
+            self._replay = self._bound(zmq.ROUTER, replay_endpoint)
+            self._task = asyncio.create_task(self._serve_replay(self._replay))
+
+    def _bound(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.SNDHWM, 100_000)
+        socket.bind(endpoint)
+        return socket
+
+    def add(self, event: CacheEvent) -> None:
+        """Keep an event for the next batch."""
+        self._pending.append(event)
+
+    def flush(self) -> None:
+        """Publish what came since the last time, as one batch."""
+        if not self._pending:
+            return
+        events, self._pending = self._pending, []
+        maps = [as_map(event, self._block_size, self._adapter_ids) for event in events]
+        payload = _encode([time.time(), maps, 0])
+        number, self._sequence = self._sequence, self._sequence + 1
+        self._buffer.append((number, payload))
+        self._publish.send_multipart((self._topic, number.to_bytes(8, "big"), payload))
+
+    def restart(self) -> None:
+        """As a new process would: numbers from zero, nothing to replay."""
+        self._pending.clear()
+        self._buffer.clear()
+        self._sequence = 0
+
+    async def close(self) -> None:
+        """Give the sockets up."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        for socket in (self._publish, self._replay):
+            if socket is not None:
+                socket.close(0)
+        self._context.term()
+
+    async def _serve_replay(self, socket: zmq.Socket[bytes]) -> None:
+        router = zmq.asyncio.Socket.shadow(socket.underlying)
+        while True:
+            frames = await router.recv_multipart()
+            if len(frames) != 3:
+                continue
+            client, _, start = frames
+            first = int.from_bytes(start, "big")
+            for number, payload in tuple(self._buffer):
+                if number >= first:
+                    await router.send_multipart((client, b"", self._topic, number.to_bytes(8, "big"), payload))
+            await router.send_multipart((client, b"", b"", _END, b""))
