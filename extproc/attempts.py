@@ -125,7 +125,8 @@ class Prefiller:
             self._metrics.prefill_seconds.labels(outcome).observe(self._clock() - started)
 
     async def _call(self, endpoint: Endpoint, ask: Ask) -> Prefilled:
-        left_s = ask.deadline_s - self._clock()
+        sent_s = self._clock()
+        left_s = ask.deadline_s - sent_s
         if left_s <= 0:
             raise ApiError("prefill_timeout", "the deadline of the request has passed")
         # The engine makes its own id of this one, so it must be unique, whatever the client sent and however often we try.
@@ -133,7 +134,7 @@ class Prefiller:
         body = ask.request.prefill_body(self._connector.prefill_params(), return_token_ids=self._settings.tokenise_once)
         timeout_s = min(left_s, self._settings.attempt_timeout_s or left_s)
         reply = await self._client.run(endpoint.address, ask.path, body, headers, timeout_s=timeout_s)
-        since_s = self._pulse.not_before()
+        since_s = max(sent_s, self._pulse.not_before())
         try:
             handoff = self._connector.accept(reply, prefill=endpoint.address)
         except HandoffError as error:

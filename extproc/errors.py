@@ -36,6 +36,7 @@ CODES: dict[str, Kind] = {
     "prefill_failed": Kind(502, _SERVER, "the prefill worker answered with an error of its own"),
     "prefill_unreachable": Kind(502, _SERVER, "no connection to the prefill worker, or it broke"),
     "handoff_invalid": Kind(502, _SERVER, "the prefill worker's reply holds no usable kv_transfer_params"),
+    "handoff_stale": Kind(503, _SERVER, "every handoff was too old to be used when it could be read"),
     "no_prefill_worker": Kind(503, _SERVER, "no prefill worker is live"),
     "no_decode_worker": Kind(503, _SERVER, "no decode worker is live"),
     "prefill_timeout": Kind(504, _SERVER, "no prefill was done within the deadline"),

@@ -68,13 +68,20 @@ _FORWARDED = ("authorization", "x-api-key", "traceparent", "tracestate", "x-vllm
 
 # Failures of the prefill pool, after which a decode worker may do it all, where the configuration says so.
 _AGGREGATE_AFTER = frozenset(
-    ("prefill_failed", "prefill_unreachable", "prefill_timeout", "handoff_invalid", "no_prefill_worker")
+    ("prefill_failed", "prefill_unreachable", "prefill_timeout", "handoff_invalid", "handoff_stale", "no_prefill_worker")
 )
 
 _DEADLINE_HEADER = "x-request-timeout-ms"
 
-_TURNS_TO_FINISH = 8
-"""How often the event loop goes round before a prefill call is cancelled: enough to read a reply that has come already."""
+_STALE_AT_MOST = 3
+"""Handoffs too old in a row, after which something is wrong with the clock, the lease or the machine."""
+
+_STANDSTILL_S = 0.3
+"""A handoff is read within a fraction of this, unless the whole process stood still."""
+
+_LAST_CHANCE_S = 0.02
+"""How long a prefill call may go on after the client has left: enough to read a reply that has come already, since the blocks
+of a reply that is not read stay pinned until their lease ends."""
 
 
 class ProtocolError(Exception):
@@ -268,6 +275,8 @@ class Filter:
         # From here on the blocks are given back, unless Envoy has been told to fetch them.
         with ExitStack() as undelivered:
             undelivered.callback(self._releaser.release, handoff)
+            if self._clock() - prefilled.since_s > _STANDSTILL_S:
+                await self._settle(stream)
             decode = self._still_live(decode, record, held, ask.model)
             record.blocks, record.tokens = handoff.blocks, handoff.tokens
             mutation = wire.Mutation(
@@ -289,7 +298,7 @@ class Filter:
             record.prefill = prefill.address
 
         try:
-            while True:
+            for _ in range(_STALE_AT_MOST):
                 try:
                     prefilled = await self._while_there(stream, self._prefiller.obtain(ask, note))
                 except NoEndpointError as error:
@@ -301,8 +310,22 @@ class Filter:
                 self._metrics.fallbacks.labels("stale").inc()
                 self._log.warning("handoff_stale", request_id=record.request_id, age_s=round(age_s, 3))
                 self._releaser.release(prefilled.handoff)
+            raise ApiError("handoff_stale", f"{_STALE_AT_MOST} handoffs in a row were over {self._max_age_s:g} s old")
         finally:
             record.prefill_ms = round((self._clock() - started) * 1e3, 1)
+
+    async def _settle(self, stream: wire.Stream) -> None:
+        """After a standstill of the process: let it notice first whether the client has left in the meantime.
+
+        The reply would go into a stream that is no more, and the blocks would wait for a worker that was never asked.
+        """
+        watch = asyncio.ensure_future(stream.stirs())
+        try:
+            await asyncio.wait((watch,), timeout=_LAST_CHANCE_S)
+            if watch.done():
+                raise _OverError(await self._receive(stream, Phase.PREFILL))
+        finally:
+            watch.cancel()
 
     def _still_live(self, decode: Endpoint, record: _Record, held: ExitStack, model: str) -> Endpoint:
         """The decode worker that was picked, or another one if that has gone in the meantime: any of them can fetch."""
@@ -344,8 +367,7 @@ class Filter:
 
     async def _abandon(self, task: asyncio.Task[Prefilled]) -> None:
         """Cancel a prefill that nobody waits for. If its reply is here already, its blocks must be given back."""
-        for _ in range(_TURNS_TO_FINISH):
-            await asyncio.sleep(0)
+        await asyncio.wait((task,), timeout=_LAST_CHANCE_S)
         task.cancel()
         await asyncio.wait((task,))
         if not task.cancelled() and task.exception() is None:

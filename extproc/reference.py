@@ -123,11 +123,12 @@ def requests() -> str:
         sets = " ".join(f"`{key}: {value.decode()}`" for key, value in leg.sets.items())
         lines.append(f"| {how.value} | {caps} | {sets} | {' '.join(f'`{key}`' for key in sorted(leg.drops))} |")
     lines += [
-        "\nOf two spellings of the cap, the one that the client uses stays. With `prefill.tokenise_once`, chat and completions ask",
-        "for the prompt's token ids as well (`return_token_ids`).\n",
+        "\nOf two spellings of the cap, the one that the client uses stays. With `prefill.tokenise_once`, chat and completions",
+        "ask for the prompt's token ids as well (`return_token_ids`).\n",
         "## The decode leg\n",
-        "What the client sent, and the `kv_transfer_params` of the prefill's reply, byte for byte. With `prefill.tokenise_once`,",
-        "the prompt's token ids too: in `kv_transfer_params.prompt_token_ids` (chat), or in place of `prompt` (completions).\n",
+        "What the client sent, and the `kv_transfer_params` of the prefill's reply, byte for byte. With",
+        "`prefill.tokenise_once`, the prompt's token ids too: in `kv_transfer_params.prompt_token_ids` (chat), or in place of",
+        "`prompt` (completions).\n",
         "## Whole to one worker\n",
         "What one handoff cannot serve is counted in `baton_whole_requests_total` by reason:\n",
         "| reason | field | APIs |",

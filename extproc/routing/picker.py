@@ -35,5 +35,6 @@ class RoundRobin:
         if not candidates:
             raise NoEndpointError(role, model if live and not serving else None)
         turn = self._turn[role]
-        self._turn[role] = turn + 1
+        if not exclude:  # a second try takes no turn, or a worker that fails would get every other request
+            self._turn[role] = turn + 1
         return candidates[turn % len(candidates)]

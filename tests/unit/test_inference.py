@@ -29,7 +29,8 @@ request_keys = st.sampled_from(
     [
         *TRANSFER_KEYS, "model", "messages", "prompt", "tools", "stream", "stream_options", "max_tokens",
         "max_completion_tokens", "min_tokens", "n", "stop", "ignore_eos", "logprobs", "top_logprobs", "vllm_xargs",
-        "sampling_params", "cache_salt", "tool_choice", "response_format", "chat_template_kwargs", "max_output_tokens", "stop_sequences", "store", "system", "input",
+        "sampling_params", "cache_salt", "tool_choice", "response_format", "chat_template_kwargs",
+        "max_output_tokens", "stop_sequences", "store", "system", "input",
     ]
 ) | st.text(st.characters(exclude_categories=("Cs",)))  # fmt: skip
 bodies = st.dictionaries(request_keys, values, max_size=10)

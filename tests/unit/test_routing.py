@@ -70,6 +70,12 @@ def test_a_worker_that_was_tried_is_not_picked_again() -> None:
     assert caught.value.model is None
 
 
+def test_a_second_try_takes_no_turn() -> None:
+    p, picker = pool(), RoundRobin()
+    first = [picker.pick(p, Role.PREFILL).address for _ in range(4) if picker.pick(p, Role.PREFILL, exclude=["x"])]
+    assert first == ["10.0.0.0:1", "10.0.0.1:1"] * 2
+
+
 def test_models_of_the_pool_are_those_of_live_workers_each_once() -> None:
     p = pool(1, 2)
     p.endpoints[0].models = {"a": b'{"id":"a","n":1}'}
