@@ -41,6 +41,10 @@ class ChatShape:
         same = self._prepared.echo and self._last.get("role") == self._role
         return content if same and isinstance(content, str) else ""
 
+    def opening(self) -> bytes:
+        """Nothing before the first token."""
+        return b""
+
     def begin(self, results: list[Result]) -> bytes:
         """The role, once a choice."""
         prepared = self._prepared

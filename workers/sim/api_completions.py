@@ -26,6 +26,10 @@ class CompletionShape:
         self._head = {"id": request_id, "object": "text_completion", "created": int(time.time()), "model": prepared.model}
         self._offsets: dict[int, int] = {}
 
+    def opening(self) -> bytes:
+        """Nothing before the first token."""
+        return b""
+
     def begin(self, _: list[Result]) -> bytes:
         """Nothing comes before the first token."""
         return b""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterable
@@ -11,15 +12,19 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 
+from workers.sim.errors import internal
+
 if TYPE_CHECKING:
     from workers.sim.worker import Worker
+
+_log = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @web.middleware
 async def framework_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Unknown paths and methods, in the web framework's words."""
+    """Unknown paths and methods, in the web framework's words; what nobody expected, as vLLM answers it."""
     try:
         return await handler(request)
     except web.HTTPNotFound:
@@ -29,6 +34,11 @@ async def framework_errors(request: web.Request, handler: Handler) -> web.Stream
         return web.json_response({"detail": "Method Not Allowed"}, status=405, headers={"allow": allowed})
     except web.HTTPRequestEntityTooLarge:
         return web.json_response({"detail": "Request Entity Too Large"}, status=413)
+    except web.HTTPException:
+        raise
+    except Exception:
+        _log.exception("%s %s", request.method, request.path)
+        return web.json_response(internal().body(), status=500)
 
 
 class _Collector:

@@ -94,6 +94,10 @@ class Publisher:
         self._buffer.append((number, payload))
         self._publish.send_multipart((self._topic, number.to_bytes(8, "big"), payload))
 
+    def batches(self) -> tuple[tuple[int, bytes], ...]:
+        """What a replay can give, oldest first."""
+        return tuple(self._buffer)
+
     def restart(self) -> None:
         """As a new process would: numbers from zero, nothing to replay."""
         self._pending.clear()
@@ -118,7 +122,7 @@ class Publisher:
                 continue
             client, _, start = frames
             first = int.from_bytes(start, "big")
-            for number, payload in tuple(self._buffer):
+            for number, payload in self.batches():
                 if number >= first:
                     await router.send_multipart((client, b"", self._topic, number.to_bytes(8, "big"), payload))
             await router.send_multipart((client, b"", b"", _END, b""))

@@ -61,7 +61,7 @@ class Handoffs:
         for request_id in request_ids:
             if pinned := self.pinned.get(request_id):
                 pinned.wanted = True
-                pinned.expires_s = max(pinned.expires_s, now_s + self._lease_s * 2 // 3)
+                pinned.expires_s = max(pinned.expires_s, now_s + self._lease_s * 2 / 3)
 
     def read(self, request_id: str, blocks: Sequence[int]) -> Read:
         """What the blocks hold, and the end of the handoff."""

@@ -62,6 +62,10 @@ class Result:
 class Shape(Protocol):
     """How one endpoint writes its answers."""
 
+    def opening(self) -> bytes:
+        """What a stream starts with, before the engine has done anything."""
+        ...
+
     def begin(self, results: list[Result], /) -> bytes:
         """Before the first token of a stream."""
         ...
@@ -105,10 +109,10 @@ def usage(worker: Worker, results: list[Result], *, streamed: bool = False) -> d
     return counts
 
 
-def cached_tokens(worker: Worker, results: list[Result]) -> int | None:
-    """Prompt tokens that were not computed anew; None unless the server was told to say. A decode leg says what its prefill
-    worker found in its cache."""
-    if not worker.options.enable_prompt_tokens_details or not results:
+def cached_tokens(worker: Worker, results: list[Result], *, always: bool = False) -> int | None:
+    """Prompt tokens that were not computed anew; None unless the server was told to say, or it is said ``always``. A decode
+    leg says what its prefill worker found in its cache."""
+    if not (always or worker.options.enable_prompt_tokens_details):
         return None
     sequence = results[-1].sequence
     params = sequence.kv_params or {}
@@ -169,9 +173,14 @@ class Serving:
         *,
         prefix: str,
         use_header: bool = True,
+        releases: bool = True,
         error_body: Callable[[ApiError], dict[str, Any]] = ApiError.body,
     ) -> web.StreamResponse:
-        """One request from its bytes to its last chunk. ``prefix`` is that of its id."""
+        """One request from its bytes to its last chunk.
+
+        ``prefix`` and the X-Request-Id header make its id; without ``use_header`` the body's id is taken as it is.
+        ``releases``: a refused request gives its handoff back.
+        """
         worker = self._worker
         raw = await request.read()
         self.in_flight += 1
@@ -187,20 +196,21 @@ class Serving:
             except ApiError as error:
                 self._audit(value if "value" in locals() else None, "", prefix)
                 return _json(error.body(), error.status)
+            own = body.get("request_id")
             given = request.headers.get("x-request-id") if use_header else None
-            base = given if given is not None else str(body.get("request_id") or uuid.uuid4().hex)
-            request_id = base if prefix and base.startswith(prefix) and not use_header else prefix + base
+            base = given if given is not None else str(own or uuid.uuid4().hex)
+            request_id = base if own and not use_header else prefix + base
             self._audit(body, request_id, prefix)
             params = body.get("kv_transfer_params") or {}
             try:
                 if fault is not None and fault.kind == "status":
-                    raise ApiError("Injected fault", status=fault.status, kind="InternalServerError")
+                    raise _injected(fault)
                 if worker.engine.dead:
                     raise internal(ENGINE_DEAD)
                 worker.check_admission()
                 prepared = prepare(body)
             except ApiError as error:
-                if params.get("do_remote_prefill"):
+                if releases and params.get("do_remote_prefill"):
                     worker.engine.reject(request_id, params)
                 return _json(error_body(error), error.status)
             answer = shape(prepared, request_id)
@@ -208,6 +218,16 @@ class Serving:
             return await self._run(request, prepared, request_id, answer, fault, headers, error_body)
         finally:
             self.in_flight -= 1
+
+    async def refused(self, request: web.Request, body: bytes) -> None:
+        """What a fault or a dead engine does to a request that needs no engine. Raises ApiError."""
+        fault = self._worker.faults.take(REQUEST_KINDS, "any", time.monotonic()) if body else None
+        if fault is not None:
+            await self._before(request, fault)
+            if fault.kind == "status":
+                raise _injected(fault)
+        if self._worker.engine.dead:
+            raise internal(ENGINE_DEAD)
 
     async def _before(self, request: web.Request, fault: Fault) -> None:
         """What a fault does before the engine sees anything."""
@@ -302,6 +322,8 @@ class Serving:
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8", **(headers or {})})
         await response.prepare(request)
+        if opening := shape.opening():
+            await response.write(opening)
         cut_after = fault.after_chunks if fault is not None and fault.kind == "reset" else None
         chunks = 0
         begun = False
@@ -366,6 +388,10 @@ def _failure(generation: Generation) -> ApiError | None:
     if generation.end == "abort":
         return internal("Request was aborted")
     return None
+
+
+def _injected(fault: Fault) -> ApiError:
+    return ApiError("Injected fault", status=fault.status, kind="InternalServerError")
 
 
 def _json(body: dict[str, Any], status: int, headers: dict[str, str] | None = None) -> web.Response:

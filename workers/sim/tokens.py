@@ -1,7 +1,7 @@
 """A tokenizer without a vocabulary file: text is cut into pieces of at most four bytes, and a piece is its token id.
 
-Stateless and reversible, so every process agrees on the ids and any id can be turned back into text. About four characters
-of English make a token, as with the vocabularies of real models. No I/O here.
+Stateless and reversible, so every process agrees on the ids and any id can be turned back into text. About three characters
+of English make a token (four with the vocabularies of real models). No I/O here.
 """
 
 from __future__ import annotations

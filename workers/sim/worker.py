@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from workers.sim import api_chat, api_completions, api_control, api_server
+from workers.sim import (
+    api_chat,
+    api_completions,
+    api_control,
+    api_generate,
+    api_messages,
+    api_responses,
+    api_server,
+    api_tokens,
+)
 from workers.sim.blocks import CacheEvent
 from workers.sim.core import Plan
 from workers.sim.engine import Engine, EngineConfig
@@ -114,6 +123,11 @@ class Worker:
         app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[api_server.framework_errors])
         app.router.add_post("/v1/completions", api_completions.handler(self))
         app.router.add_post("/v1/chat/completions", api_chat.handler(self))
+        app.router.add_post("/v1/responses", api_responses.handler(self))
+        app.router.add_post("/v1/messages", api_messages.handler(self))
+        app.router.add_post("/v1/messages/count_tokens", api_messages.count_tokens(self))
+        api_generate.add_routes(app, self)
+        api_tokens.add_routes(app, self)
         api_server.add_routes(app, self)
         api_control.add_routes(app, self, "/sim")
         self._runner = web.AppRunner(
