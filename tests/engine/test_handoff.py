@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.engine.kv_proof import BLOCK_SIZE_TOKENS, assert_kv_moved, block_bytes, blocks, kv_use, kv_use_since
-from tests.engine.openai_api import Answer, Endpoint, ask
+from tests.engine.openai_api import Answer, Endpoint, Prompt, ask
 from tests.engine.system import forget_prefixes
 
-ENDPOINTS: list[Endpoint] = ["chat", "completions"]
+ENDPOINTS: list[Endpoint] = ["chat", "completions", "responses", "messages"]
 STREAM = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 ENDPOINT = pytest.mark.parametrize("endpoint", ENDPOINTS)
 
@@ -22,7 +22,7 @@ SIBLING = f"{PREFIX} No more of this."
 """Begins like LONG."""
 
 
-def alone(prefill_url: str, endpoint: Endpoint, prompt: str | list[int]) -> Answer:
+def alone(prefill_url: str, endpoint: Endpoint, prompt: Prompt) -> Answer:
     """The answer of a single worker asked directly. Not the decode worker: it must not have seen the prompt before."""
     return ask(prefill_url, endpoint, prompt)
 
