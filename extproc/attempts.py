@@ -13,7 +13,7 @@ import msgspec
 
 from extproc.config import Prefill
 from extproc.errors import ApiError, RelayedError
-from extproc.handoff import Connector, Handoff, HandoffError
+from extproc.handoff import Connector, Handoff, HandoffError, Pair
 from extproc.inference import InferenceRequest, token_ids_of
 from extproc.observe.logs import Logger
 from extproc.observe.metrics import Metrics
@@ -34,7 +34,10 @@ class Ask(msgspec.Struct, frozen=True):
     headers: Mapping[str, str]
     """Client headers that the prefill leg carries."""
     model: str
+    decode: str
+    """``ip:port`` of the decode worker that was picked."""
     request_id: str
+    """For the log."""
     deadline_s: float
     """On the monotonic clock."""
 
@@ -93,7 +96,8 @@ class Prefiller:
             on_pick(endpoint)
             with endpoint.busy():
                 try:
-                    return await self._attempt(endpoint, ask)
+                    # The engine makes its own id of this one, so it must be unique, however often we try.
+                    return await self.attempt(ask, Pair(endpoint.address, ask.decode, uuid.uuid4().hex))
                 except ApiError as error:
                     self._log.warning(
                         "prefill_failed",
@@ -107,12 +111,13 @@ class Prefiller:
                     failure = error
                     tried.append(endpoint.address)
 
-    async def _attempt(self, endpoint: Endpoint, ask: Ask) -> Prefilled:
+    async def attempt(self, ask: Ask, pair: Pair) -> Prefilled:
+        """One call to one worker, measured. Raises ApiError, RelayedError."""
         started = self._clock()
         outcome = "cancelled"
         try:
             with self._metrics.prefills_in_flight.track_inprogress():
-                prefilled = await self._call(endpoint, ask)
+                prefilled = await self._call(ask, pair)
             outcome = "ok"
             return prefilled
         except RelayedError:
@@ -124,20 +129,20 @@ class Prefiller:
         finally:
             self._metrics.prefill_seconds.labels(outcome).observe(self._clock() - started)
 
-    async def _call(self, endpoint: Endpoint, ask: Ask) -> Prefilled:
+    async def _call(self, ask: Ask, pair: Pair) -> Prefilled:
         sent_s = self._clock()
         left_s = ask.deadline_s - sent_s
         if left_s <= 0:
             raise ApiError("prefill_timeout", "the deadline of the request has passed")
-        # The engine makes its own id of this one, so it must be unique, whatever the client sent and however often we try.
-        headers = {**ask.headers, "x-request-id": uuid.uuid4().hex}
-        body = ask.request.prefill_body(self._connector.prefill_params(), return_token_ids=self._settings.tokenise_once)
+        headers = {**ask.headers, "x-request-id": pair.request_id}
+        tokenise_once = self._settings.tokenise_once
+        body = ask.request.prefill_body(self._connector.prefill_params(pair), return_token_ids=tokenise_once)
         timeout_s = min(left_s, self._settings.attempt_timeout_s or left_s)
-        reply = await self._client.run(endpoint.address, ask.path, body, headers, timeout_s=timeout_s)
+        reply = await self._client.run(pair.prefill, ask.path, body, headers, timeout_s=timeout_s)
         since_s = max(sent_s, self._pulse.not_before())
         try:
-            handoff = self._connector.accept(reply, prefill=endpoint.address)
+            handoff = self._connector.accept(reply, pair)
         except HandoffError as error:
             raise ApiError("handoff_invalid", f"the prefill worker's answer cannot be handed over: {error}") from None
-        token_ids = token_ids_of(reply, ask.request.treatment) if self._settings.tokenise_once else None
+        token_ids = token_ids_of(reply, ask.request.treatment) if tokenise_once else None
         return Prefilled(handoff, since_s, token_ids)

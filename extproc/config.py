@@ -84,9 +84,42 @@ class Prefill(_Section, frozen=True, kw_only=True):
     """A prefill reply is small (block and token ids); a larger one is an error."""
 
 
+class PushPeer(_Section, frozen=True, kw_only=True):
+    """A prefill worker with a NixlPushConnector, as the decode worker must know it."""
+
+    engine_id: str
+    """`engine_id` of its `--kv-transfer-config`; left to chance there, it would change at every start."""
+    host: str
+    """Its `VLLM_NIXL_SIDE_CHANNEL_HOST`."""
+    port: int = 5600
+    """Its `VLLM_NIXL_SIDE_CHANNEL_PORT`."""
+    tp_size: int = 1
+    """Its tensor parallel size."""
+    pp_size: int = 1
+    """Its pipeline parallel size."""
+
+
+class LmcachePeer(_Section, frozen=True, kw_only=True):
+    """A decode worker with LMCache as receiver (`pd_role: receiver`)."""
+
+    host: str
+    """Its `pd_peer_host`."""
+    init_ports: list[int]
+    """Its `pd_peer_init_port`, one a tensor parallel rank."""
+    alloc_ports: list[int]
+    """Its `pd_peer_alloc_port`, one a tensor parallel rank."""
+
+
 class Handoff(_Section, frozen=True, kw_only=True):
     """How long KV blocks may wait on the prefill worker, and how they are given back."""
 
+    connector: Literal["nixl_pull", "nixl_push", "lmcache", "llmd_sidecar"] = "nixl_pull"
+    """`nixl_pull`: vLLM's NixlConnector, alone or with LMCache in a MultiConnector. `nixl_push`: NixlPushConnector, both legs
+    at once, experimental. `lmcache`: LMCache's own protocol. `llmd_sidecar`: llm-d's sidecar makes the prefill call."""
+    nixl_push: dict[str, PushPeer] = {}
+    """For `nixl_push`: `ip:port` of each prefill worker -> `engine_id`, `host`, `port`, `tp_size`, `pp_size`."""
+    lmcache: dict[str, LmcachePeer] = {}
+    """For `lmcache`: `ip:port` of each decode worker -> `host`, `init_ports`, `alloc_ports`."""
     lease_s: float = 30.0
     """The engine's `kv_lease_duration`: after it, blocks are reused while a late decode would still read them."""
     max_age_share: float = 0.5
@@ -192,6 +225,13 @@ class Config(_Section, frozen=True, kw_only=True):
                     least = 0 if (section, name) in _MAY_BE_ZERO else 1e-3
                     if not least <= value < 1e12:
                         raise ConfigError(f"{section}.{name}: {value} is not a positive number")
+        for connector, role, known in (
+            ("nixl_push", "prefill", self.handoff.nixl_push),
+            ("lmcache", "decode", self.handoff.lmcache),
+        ):
+            missing = [address for address in getattr(self.workers, role) if address not in known]
+            if self.handoff.connector == connector and missing:
+                raise ConfigError(f"handoff.{connector}: the {role} worker {missing[0]} is missing there")
         if self.handoff.max_age_share > 1:
             raise ConfigError(f"handoff.max_age_share: {self.handoff.max_age_share:g} is over 1: such a handoff has no lease")
         if self.envoy.idle_timeout_s <= self.prefill.timeout_s:

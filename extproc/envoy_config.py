@@ -47,6 +47,7 @@ from extproc.headers import (
     KV_TRANSFER_HEADER,
     LB_NAMESPACE,
     ORIGIN_HEADER,
+    PREFILLER_HEADER,
     ROUTING_HEADERS,
 )
 from extproc.xds import endpoints_file
@@ -76,15 +77,12 @@ _BODY_HEADROOM_BYTES = 1 << 20
 _WORKER_IDLE_TIMEOUT = timedelta(seconds=4)
 _HEALTH_INTERVAL = timedelta(seconds=1)
 _EXTPROC_SLACK_S = 30.0
-# On requests, and on the filter's own replies. Envoy refuses a regular expression of more than 100 RE2 instructions,
-# about one a character: there is no room for many more.
+# On requests, and on the filter's own replies. Envoy refuses a regular expression of more than 100 RE2 instructions, about one
+# a character: there is no room for many more.
 _MUTABLE_HEADERS = (
-    "content-length",
-    "content-type",
-    "retry-after",
-    "x-request-id",
-    DESTINATION_HEADER,
-    KV_TRANSFER_HEADER,
+    "content-(length|type)|x-("
+    + "|".join(name.removeprefix("x-") for name in ("x-request-id", DESTINATION_HEADER, KV_TRANSFER_HEADER, PREFILLER_HEADER))
+    + ")"
 )
 _SERVED_KEY = f"{DESTINATION_HEADER}-served"
 _SOCKET_MODE = 0o660
@@ -263,7 +261,7 @@ def _ext_proc_filter(config: Config) -> hcm.HttpFilter:
 def _mutation_rules() -> mutation_rules.HeaderMutationRules:
     return mutation_rules.HeaderMutationRules(
         disallow_all=True,
-        allow_expression=matcher.RegexMatcher(regex="|".join(_MUTABLE_HEADERS)),
+        allow_expression=matcher.RegexMatcher(regex=_MUTABLE_HEADERS),
         disallow_is_error=True,
     )
 

@@ -10,6 +10,9 @@ DESTINATION_HEADER: Final = "x-gateway-destination-endpoint"
 KV_TRANSFER_HEADER: Final = "x-kv-transfer"
 """How the KV blocks reach the decode worker; set by the filter, read by logs, debug headers and the worker."""
 
+PREFILLER_HEADER: Final = "x-prefiller-host-port"
+"""llm-d's sidecar calls the prefill worker that stands here, ``ip:port``."""
+
 LB_NAMESPACE: Final = "envoy.lb"
 """The dynamic-metadata namespace that Envoy's load balancer reads the destination from."""
 
@@ -18,7 +21,7 @@ ROUTING_HEADERS: Final[tuple[str, ...]] = (
     "x-gateway-destination-endpoint-subset",
     "x-gateway-destination-endpoint-served",
     KV_TRANSFER_HEADER,
-    "x-prefiller-host-port",
+    PREFILLER_HEADER,
     "x-encoder-hosts-ports",
     "x-data-parallel-host-port",
     "x-data-parallel-rank",

@@ -100,11 +100,13 @@ class InferenceRequest(msgspec.Struct, frozen=True):
         """The body for a worker that does it all; None if the client's bytes can go on as they are."""
         return _encode(self.fields) if self.removed else None
 
-    def decode_body(self, kv_transfer_params: bytes, prompt_token_ids: bytes | None = None) -> bytes:
-        """What the client sent, and the handoff.
+    def decode_body(self, kv_transfer_params: bytes | None, prompt_token_ids: bytes | None = None) -> bytes | None:
+        """What the client sent, and the handoff; None if the client's bytes can go on as they are.
 
         ``prompt_token_ids`` (a JSON list, from :func:`token_ids_of`) saves the decode worker the tokenising.
         """
+        if kv_transfer_params is None:
+            return self.clean_body()
         fields = dict(self.fields)
         if prompt_token_ids is not None:
             if self.treatment is Treatment.COMPLETIONS:

@@ -15,6 +15,7 @@ import msgspec
 
 from extproc import config
 from extproc.errors import CODES
+from extproc.handoff import Pair
 from extproc.handoff.nixl_pull import NixlPull
 from extproc.inference import LEGS, TRANSFER_KEYS, WHOLE_RULES
 from extproc.observe.metrics import Metrics
@@ -52,8 +53,11 @@ def _section(prefix: str, section: Any) -> list[str]:
             doc = " ".join((inspect.getdoc(field.type) or "").split())
             below += [f"\n## `{name}`\n", f"{doc}\n", *_section(f"{name}.", field.type)]
             continue
-        default = "required" if field.required else f"`{_yaml(field.default)}`"
-        kind = getattr(field.type, "__name__", "") if not hasattr(field.type, "__args__") else str(field.type)
+        value = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+        default = "required" if field.required else f"`{_yaml(value)}`"
+        kind = field.type.__name__ if inspect.isclass(field.type) and not hasattr(field.type, "__args__") else str(field.type)
+        for module in ("typing.", "extproc.config."):
+            kind = kind.replace(module, "")
         rows.append((f"`{name}`", kind.replace("|", "\\|"), default, documented.get(field.name, "")))
     table = ["| field | type | default | meaning |", "|---|---|---|---|", *(f"| {' | '.join(row)} |" for row in rows)]
     return [*(table if rows else []), *below]
@@ -114,7 +118,7 @@ def requests() -> str:
         + " at the top level of a JSON body, inside",
         "`vllm_xargs` and inside `sampling_params.extra_args`, and every routing header (`extproc/headers.py`).\n",
         "## The prefill leg\n",
-        f"The client's body with `kv_transfer_params: {NixlPull().prefill_params().decode()}`, and:\n",
+        f"The client's body with `kv_transfer_params: {NixlPull().prefill_params(Pair('', '', '')).decode()}`, and:\n",
         "| API | token cap, at 1 | set | taken out |",
         "|---|---|---|---|",
     ]

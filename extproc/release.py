@@ -52,7 +52,7 @@ class Releaser:
 
     def release(self, handoff: Handoff) -> None:
         """Queue it; returns at once."""
-        if not self._settings.release:
+        if not self._settings.release or not handoff.releasable or handoff.params is None:
             return
         try:
             self._queue.put_nowait(handoff)
@@ -79,7 +79,7 @@ class Releaser:
                 "model": _NO_SUCH_MODEL,
                 "prompt": "x",
                 "max_tokens": 1,
-                "kv_transfer_params": msgspec.Raw(handoff.params),
+                "kv_transfer_params": msgspec.Raw(handoff.params or b"null"),
             }
         )
         try:

@@ -14,7 +14,8 @@ from extproc import __version__, admin, wire, xds
 from extproc.attempts import Prefiller
 from extproc.config import Address, Config
 from extproc.filter import Filter
-from extproc.handoff.nixl_pull import NixlPull
+from extproc.handoff.choose import connector as choose_connector
+from extproc.journey import Parts
 from extproc.observe.logs import Logger
 from extproc.observe.metrics import Metrics
 from extproc.observe.probe import Prober
@@ -64,25 +65,29 @@ class Server:
         self._expose_pool()
         picker = RoundRobin()
         pulse = Pulse()
+        connector = choose_connector(config.handoff)
         async with PrefillClient(config.prefill) as client, self._releaser(picker) as releaser:
             prefiller = Prefiller(
                 client=client,
                 pool=self._pool,
                 picker=picker,
-                connector=NixlPull(),
+                connector=connector,
                 settings=config.prefill,
                 pulse=pulse,
                 metrics=self._metrics,
                 log=self._log,
             )
             filter_ = Filter(
-                config=config,
-                pool=self._pool,
-                picker=picker,
-                prefiller=prefiller,
-                releaser=releaser,
-                metrics=self._metrics,
-                log=self._log,
+                Parts(
+                    config=config,
+                    pool=self._pool,
+                    picker=picker,
+                    connector=connector,
+                    prefiller=prefiller,
+                    releaser=releaser,
+                    metrics=self._metrics,
+                    log=self._log,
+                )
             )
             self._metrics.streams.set_function(lambda: filter_.open_streams)
             server = await self._start_grpc(filter_)

@@ -66,9 +66,14 @@ class Stack:
                 "debug_headers": True,
             },
         }
-        for section, values in (settings or {}).items():
-            tree[section] = {**tree.get(section, {}), **values}
-        self.config = msgspec.convert(tree, Config)
+        self._tree = tree
+        self.configure(**(settings or {}))
+
+    def configure(self, **sections: Mapping[str, Any]) -> None:
+        """Override fields of the configuration, by section; before the stack is entered."""
+        for section, values in sections.items():
+            self._tree[section] = {**self._tree.get(section, {}), **values}
+        self.config = msgspec.convert(self._tree, Config)
         assert isinstance(self.config.workers, Workers)
 
     async def __aenter__(self) -> Stack:

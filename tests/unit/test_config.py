@@ -33,6 +33,13 @@ def test_the_smallest_configuration_is_the_workers() -> None:
         (WORKERS + "prefill: {timeout_s: 700}", "envoy.idle_timeout_s (600 s) must be longer than prefill.timeout_s (700 s)"),
         (WORKERS + "listen: 'unix:relative'", "listen: 'unix:relative'"),
         (WORKERS + f"listen: 'unix:/{'x' * 120}'", "107 bytes"),
+        (WORKERS + "handoff: {connector: carrier_pigeon}", "$.handoff.connector"),
+        (WORKERS + "handoff: {max_age_share: 1.5}", "handoff.max_age_share: 1.5"),
+        (WORKERS + "handoff: {connector: nixl_push}", "handoff.nixl_push: the prefill worker 10.0.0.1:8100 is missing"),
+        (
+            WORKERS + "handoff: {connector: lmcache, lmcache: {'10.0.0.2:8200': {host: h, init_ports: [1], alloc_ports: [2]}}}",
+            "handoff.lmcache: the decode worker [fd00::1]:8200 is missing",
+        ),
         (WORKERS + "log_level: loud", "log_level: 'loud'"),
         ("workers: {prefill: [], decode: ['10.0.0.2:1']}", "workers.prefill: at least one"),
         ("workers: {prefill: ['10.0.0.1:99999'], decode: ['10.0.0.2:1']}", "workers.prefill[0]: '10.0.0.1:99999'"),

@@ -20,7 +20,14 @@ from extproc import envoy_yaml
 from extproc.config import Config, ConfigError, Envoy, Limits, Prefill
 from extproc.envoy_config import EXAMPLE, build
 from extproc.envoy_yaml import render
-from extproc.headers import DESTINATION_HEADER, FILTER_REPLY_DETAILS, KV_TRANSFER_HEADER, ORIGIN_HEADER, ROUTING_HEADERS
+from extproc.headers import (
+    DESTINATION_HEADER,
+    FILTER_REPLY_DETAILS,
+    KV_TRANSFER_HEADER,
+    ORIGIN_HEADER,
+    PREFILLER_HEADER,
+    ROUTING_HEADERS,
+)
 from extproc.xds import write_endpoints
 
 ENVOY = shutil.which("envoy", path=str(Path(sys.executable).parent)) or shutil.which("envoy")
@@ -241,7 +248,9 @@ def test_request_never_bypasses_the_filter() -> None:
         (KV_TRANSFER_HEADER, True),
         ("x-request-id", True),
         ("content-type", True),
-        ("retry-after", True),
+        (PREFILLER_HEADER, True),
+        ("x-data-parallel-rank", False),
+        ("content-encoding", False),
         (":path", False),
         ("host", False),
         ("authorization", False),

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.handoff import Handoff, HandoffError
+from extproc.config import Handoff as Settings
+from extproc.config import LmcachePeer, PushPeer
+from extproc.handoff import Handoff, HandoffError, Pair
+from extproc.handoff.choose import connector
+from extproc.handoff.llmd_sidecar import LlmdSidecar
+from extproc.handoff.lmcache import LmcachePd
 from extproc.handoff.nixl_pull import NixlPull
+from extproc.handoff.nixl_push import NixlPush
+from extproc.paths import Treatment
 
 # As vLLM 0.32 sends it.
 PARAMS = {
@@ -20,13 +29,16 @@ PARAMS = {
 }  # fmt: skip
 
 
+PAIR = Pair("10.0.0.1:8100", "10.0.0.2:8200", "attempt-1")
+
+
 def accept(params: object) -> Handoff:
-    return NixlPull().accept(json.dumps({"id": "x", "kv_transfer_params": params}).encode(), prefill="10.0.0.1:8100")
+    return NixlPull().accept(json.dumps({"id": "x", "kv_transfer_params": params}).encode(), PAIR)
 
 
 def test_params_go_on_byte_for_byte_with_keys_that_we_do_not_know() -> None:
     raw = b'{ "new_key":[1.50,"\\u00e9"],' + json.dumps(PARAMS)[1:].encode()
-    assert NixlPull().accept(b'{"kv_transfer_params" : ' + raw + b"}", prefill="p:1").params == raw
+    assert NixlPull().accept(b'{"kv_transfer_params" : ' + raw + b"}", PAIR).params == raw
 
 
 def test_blocks_are_counted_over_all_cache_groups() -> None:
@@ -45,7 +57,7 @@ def test_the_header_says_what_was_handed_over_and_no_block_ids() -> None:
 def test_the_header_is_one_line_of_printable_ascii_whatever_the_engine_says(name: str) -> None:
     header = accept({**PARAMS, "remote_engine_id": name}).header()
     assert all(" " <= char <= "~" for char in header)
-    assert header.count('"') - header.count('\\"') >= 6
+    assert re.fullmatch(r'nixl(;[a-z]+=("(\\.|[^"\\])*"|[0-9]+)){5}', header)
 
 
 @pytest.mark.parametrize(
@@ -73,4 +85,65 @@ def test_a_reply_that_a_decode_engine_cannot_use_is_refused_by_name(params: obje
 @pytest.mark.parametrize("reply", [b"", b"<html>", b"[]", b'data: {"id":1}\n\n', b"\xff" * 10])
 def test_a_reply_that_is_no_json_object_is_refused(reply: bytes) -> None:
     with pytest.raises(HandoffError):
-        NixlPull().accept(reply, prefill="p:1")
+        NixlPull().accept(reply, PAIR)
+
+
+# --- the other connectors ---
+
+PUSH = NixlPush({"10.0.0.1:8100": PushPeer(engine_id="engine-1", host="10.0.0.1", port=5601, tp_size=2)})
+
+
+def test_push_tells_the_decode_worker_where_to_register_under_the_id_of_both_legs() -> None:
+    handoff = PUSH.announce(PAIR)
+    assert handoff.params is not None and json.loads(handoff.params) == {
+        "do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": "engine-1", "remote_host": "10.0.0.1",
+        "remote_port": 5601, "remote_request_id": "attempt-1", "tp_size": 2, "pp_size": 1, "transfer_mode": "push",
+    }  # fmt: skip
+    assert handoff.headers == {"x-request-id": "attempt-1"}
+    assert handoff.header() == 'nixl-push;prefill="10.0.0.1:8100";engine="engine-1";request="attempt-1"'
+    assert not handoff.releasable
+    assert json.loads(PUSH.prefill_params(PAIR))["do_remote_decode"] is True
+    assert Treatment.RESPONSES not in PUSH.apis  # it takes no x-request-id
+
+
+def test_push_needs_a_reply_all_the_same() -> None:
+    assert PUSH.accept(json.dumps({"kv_transfer_params": PARAMS}).encode(), PAIR).tokens == 334
+    with pytest.raises(HandoffError):
+        PUSH.accept(b"{}", PAIR)
+
+
+LMCACHE = LmcachePd({"10.0.0.2:8200": LmcachePeer(host="10.0.0.2", init_ports=[7300], alloc_ports=[7400])})
+
+
+def test_lmcache_names_the_receiver_on_the_prefill_leg_and_nothing_on_the_decode_leg() -> None:
+    assert json.loads(LMCACHE.prefill_params(PAIR)) == {
+        "disagg_spec": {
+            "req_id": "attempt-1",
+            "receiver_host": "10.0.0.2",
+            "receiver_init_port": [7300],
+            "receiver_alloc_port": [7400],
+        }
+    }
+    # No params are normal here: they are no sign of a failure.
+    for reply in (b"{}", b'{"kv_transfer_params":null}', b'{"kv_transfer_params":{"num_lmcache_cached_tokens":3}}'):
+        handoff = LMCACHE.accept(reply, PAIR)
+        assert handoff.params is None and not handoff.releasable
+        assert handoff.header() == 'lmcache;prefill="10.0.0.1:8100";request="attempt-1"'
+    with pytest.raises(HandoffError):
+        LMCACHE.accept(b"<html>", PAIR)
+    assert LMCACHE.bound
+
+
+def test_the_sidecar_is_told_the_prefill_worker_in_its_header() -> None:
+    handoff = LlmdSidecar().announce(PAIR)
+    assert handoff.headers == {"x-prefiller-host-port": "10.0.0.1:8100"}
+    assert handoff.params is None
+    assert handoff.header() == 'llmd-sidecar;prefill="10.0.0.1:8100"'
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("nixl_pull", NixlPull), ("nixl_push", NixlPush), ("lmcache", LmcachePd), ("llmd_sidecar", LlmdSidecar)],
+)
+def test_the_configuration_chooses(name: Any, kind: type) -> None:
+    assert isinstance(connector(Settings(connector=name)), kind)

@@ -1,0 +1,159 @@
+"""A prompt that two workers serve: get its handoff, and let Envoy send the decode leg. One function a flow.
+
+Whatever happens on the way, blocks that no decode worker will fetch are given back, and a handoff is used once, while its lease
+lasts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
+
+from extproc import wire
+from extproc.attempts import Ask, Prefilled
+from extproc.errors import ApiError
+from extproc.handoff import Flow, Handoff, Pair
+from extproc.headers import KV_TRANSFER_HEADER
+from extproc.journey import Journey, OverError, Phase, no_endpoint
+from extproc.routing.picker import NoEndpointError
+from extproc.routing.pool import Endpoint, Role
+
+_STALE_AT_MOST = 3
+"""Handoffs too old in a row, after which something is wrong with the clock, the lease or the machine."""
+
+_STANDSTILL_S = 0.3
+"""A handoff is read within a fraction of this, unless the whole process stood still."""
+
+_LAST_CHANCE_S = 0.02
+"""How long a prefill call may go on after the client has left: enough to read a reply that has come already, since the blocks
+of a reply that is not read stay pinned until their lease ends."""
+
+
+async def serve(journey: Journey, ask: Ask, decode: Endpoint) -> None:
+    """Hand ``ask`` over to ``decode``. Raises ApiError, RelayedError, OverError."""
+    await _FLOWS[journey.parts.connector.flow](journey, ask, decode)
+
+
+async def _one_after_the_other(journey: Journey, ask: Ask, decode: Endpoint) -> None:
+    """Flow.SEQUENTIAL: prefill, and when its reply is here, decode."""
+    prefilled = await _fresh(journey, ask)
+    # From here on the blocks are given back, unless Envoy has been told to fetch them.
+    with ExitStack() as undelivered:
+        undelivered.callback(journey.parts.releaser.release, prefilled.handoff)
+        if journey.parts.clock() - prefilled.since_s > _STANDSTILL_S and await journey.over_within(None, _LAST_CHANCE_S):
+            # The client left while the process stood still: the reply would go into a stream that is no more.
+            raise OverError(await journey.receive(Phase.PREFILL))
+        decode = still_live(journey, decode, ask.model)
+        await _dispatch(journey, ask, prefilled.handoff, decode, prefilled.prompt_token_ids)
+        undelivered.pop_all()
+
+
+async def _both_at_once(journey: Journey, ask: Ask, decode: Endpoint) -> None:
+    """Flow.CONCURRENT: the decode worker waits for blocks, so it must not outlive the failure of its prefill."""
+    with ExitStack() as prefilling:
+        prefill = journey.pick(Role.PREFILL, model=ask.model, held=prefilling)
+        pair = Pair(prefill.address, decode.address, uuid.uuid4().hex)
+        await _dispatch(journey, ask, journey.parts.connector.announce(pair), decode)
+        task = asyncio.ensure_future(journey.parts.prefiller.attempt(ask, pair))
+        try:
+            await journey.over_within(task)
+            if task.done():
+                journey.record.tokens = task.result().handoff.tokens
+        finally:
+            task.cancel()
+
+
+async def _by_delegation(journey: Journey, ask: Ask, decode: Endpoint) -> None:
+    """Flow.DELEGATED: only the pair is chosen. The prefill counts as long as the request: nobody tells when it is done."""
+    prefill = journey.pick(Role.PREFILL, model=ask.model)
+    pair = Pair(prefill.address, decode.address, uuid.uuid4().hex)
+    await _dispatch(journey, ask, journey.parts.connector.announce(pair), decode)
+
+
+_FLOWS: dict[Flow, Callable[[Journey, Ask, Endpoint], Awaitable[None]]] = {
+    Flow.SEQUENTIAL: _one_after_the_other,
+    Flow.CONCURRENT: _both_at_once,
+    Flow.DELEGATED: _by_delegation,
+}
+
+
+async def _dispatch(
+    journey: Journey, ask: Ask, handoff: Handoff, decode: Endpoint, prompt_token_ids: bytes | None = None
+) -> None:
+    """Let Envoy send the decode leg."""
+    mutation = wire.Mutation(
+        set_headers={**handoff.headers, KV_TRANSFER_HEADER: handoff.header()},
+        body=ask.request.decode_body(handoff.params, prompt_token_ids),
+        destination=decode.address,
+    )
+    await journey.stream.send(wire.body_reply(mutation))
+    record, metrics = journey.record, journey.parts.metrics
+    record.outcome = "handoff"
+    record.blocks, record.tokens = handoff.blocks, handoff.tokens
+    metrics.handoffs.labels(handoff.connector, handoff.prefill, decode.address).inc()
+    if handoff.blocks is not None:
+        metrics.handoff_blocks.observe(handoff.blocks)
+
+
+async def _fresh(journey: Journey, ask: Ask) -> Prefilled:
+    """A handoff young enough to be used: a decode worker that reads after the lease gets other prompts' blocks."""
+    parts, record = journey.parts, journey.record
+    max_age_s = parts.config.handoff.lease_s * parts.config.handoff.max_age_share
+    started = parts.clock()
+    try:
+        for _ in range(_STALE_AT_MOST):
+            try:
+                prefilled = await _while_there(journey, ask)
+            except NoEndpointError as error:
+                raise no_endpoint(error) from None
+            age_s = parts.clock() - prefilled.since_s
+            parts.metrics.handoff_age_seconds.observe(age_s)
+            if age_s <= max_age_s:
+                return prefilled
+            parts.metrics.fallbacks.labels("stale").inc()
+            parts.log.warning("handoff_stale", request_id=record.request_id, age_s=round(age_s, 3))
+            parts.releaser.release(prefilled.handoff)
+        raise ApiError("handoff_stale", f"{_STALE_AT_MOST} handoffs in a row were over {max_age_s:g} s old")
+    finally:
+        record.prefill_ms = round((parts.clock() - started) * 1e3, 1)
+
+
+async def _while_there(journey: Journey, ask: Ask) -> Prefilled:
+    """Get a handoff, and stop trying the moment something stirs on the stream: the request is over then."""
+
+    def note(prefill: Endpoint) -> None:
+        journey.record.prefill = prefill.address
+
+    task = asyncio.ensure_future(journey.parts.prefiller.obtain(ask, note))
+    taken = False
+    try:
+        if await journey.over_within(task):
+            raise OverError(await journey.receive(Phase.PREFILL))
+        taken = True
+        return task.result()
+    finally:
+        if not taken:
+            leftover = asyncio.ensure_future(_abandon(journey, task))
+            journey.parts.loose_ends.add(leftover)
+            leftover.add_done_callback(journey.parts.loose_ends.discard)
+
+
+async def _abandon(journey: Journey, task: asyncio.Task[Prefilled]) -> None:
+    """Cancel a prefill that nobody waits for. If its reply is here already, its blocks must be given back."""
+    await asyncio.wait((task,), timeout=_LAST_CHANCE_S)
+    task.cancel()
+    await asyncio.wait((task,))
+    if not task.cancelled() and task.exception() is None:
+        journey.parts.releaser.release(task.result().handoff)
+
+
+def still_live(journey: Journey, decode: Endpoint, model: str) -> Endpoint:
+    """The decode worker that was picked, or another one if that has gone in the meantime. Raises ApiError."""
+    if decode.live:
+        return decode
+    if journey.parts.connector.bound:
+        raise ApiError("no_decode_worker", "the decode worker of this handoff is no longer live")
+    journey.parts.metrics.fallbacks.labels("decode").inc()
+    return journey.pick(Role.DECODE, model=model)
