@@ -288,6 +288,47 @@ async def test_embeddings(http: aiohttp.ClientSession, worker: Worker) -> None:
     assert struct.unpack(f"<{len(raw) // 4}f", raw) == pytest.approx(first)
 
 
+async def test_scores_and_ranks(http: aiohttp.ClientSession, worker: Worker) -> None:
+    body = {"queries": "tea", "documents": ["coffee", "tea"]}
+    _, answer = await post(http, worker, "/v1/score", body)
+    assert answer["data"][1]["score"] == pytest.approx(1) and answer["data"][0]["score"] < 1
+    _, answer = await post(http, worker, "/v1/rerank", {"query": "tea", "documents": ["coffee", "tea"], "top_n": 1})
+    assert [result["index"] for result in answer["results"]] == [1]
+    status, _ = await post(http, worker, "/v1/score", {"queries": ["a", "b"], "documents": ["a", "b", "c"]})
+    assert status == 400
+
+
+async def test_a_batch_of_conversations(http: aiohttp.ClientSession, worker: Worker) -> None:
+    other = [{"role": "user", "content": "bye"}]
+    _, answer = await post(http, worker, "/v1/chat/completions/batch", {"messages": [USER, other], "max_tokens": 4})
+    texts = [choice["message"]["content"] for choice in answer["choices"]]
+    assert texts == [
+        expected_answer("/v1/chat/completions", {"messages": messages, "max_tokens": 4}, MODEL) for messages in (USER, other)
+    ]
+    status, _ = await post(http, worker, "/v1/chat/completions/batch", {"messages": [USER], "n": 2})
+    assert status == 400
+
+
+async def test_a_rank_that_is_not_there(http: aiohttp.ClientSession, worker: Worker) -> None:
+    body = {"prompt": "x", "max_tokens": 1}
+    assert (await post(http, worker, "/v1/completions", body, headers={"x-data-parallel-rank": "0"}))[0] == 200
+    status, answer = await post(http, worker, "/v1/completions", body, headers={"x-data-parallel-rank": "1"})
+    assert status == 400 and answer["error"]["message"] == "data_parallel_rank 1 is out of range [0, 1)."
+
+
+async def test_a_load_report_comes_with_the_answer(http: aiohttp.ClientSession, worker: Worker) -> None:
+    body = {"prompt": "x", "max_tokens": 1}
+    for wanted, start in (("text", "TEXT named_metrics.kv_cache_usage_perc="), ("json", 'JSON {"named_metrics": {"kv_cache')):
+        headers = {"endpoint-load-metrics-format": wanted}
+        async with http.post(worker.url + "/v1/completions", json=body, headers=headers) as response:
+            assert response.headers["endpoint-load-metrics"].startswith(start)
+
+
+async def test_a_previous_response_is_not_found(http: aiohttp.ClientSession, worker: Worker) -> None:
+    status, answer = await post(http, worker, "/v1/responses", {"input": "x", "previous_response_id": "resp_1"})
+    assert (status, answer["error"]["param"]) == (404, "response_id")
+
+
 async def test_what_asks_about_the_server(http: aiohttp.ClientSession, worker: Worker) -> None:
     async with http.get(worker.url + "/health") as response:
         assert response.status == 200 and await response.read() == b""

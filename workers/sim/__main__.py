@@ -15,14 +15,14 @@ def parse(arguments: list[str]) -> SimOptions:
     parser = argparse.ArgumentParser(prog="python -m workers.sim", description="The strict simulated engine.")
     for field in dataclasses.fields(SimOptions):
         flag = "--" + field.name.replace("_", "-")
-        kind = str(field.type)
+        kind, text = str(field.type), str(field.metadata["help"])
         if kind == "bool":
-            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=field.default)
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=field.default, help=text)
         elif kind.startswith("tuple"):
-            parser.add_argument(flag, nargs="+", default=field.default)
+            parser.add_argument(flag, nargs="+", default=field.default, help=text)
         else:
             convert: Any = int if kind.startswith("int") else float if kind.startswith("float") else str
-            parser.add_argument(flag, type=convert, default=field.default)
+            parser.add_argument(flag, type=convert, default=field.default, help=text)
     given = vars(parser.parse_args(arguments)).items()
     values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in given}
     return SimOptions(**values)

@@ -159,14 +159,16 @@ def _counts(result: Result, completion: int) -> dict[str, int]:
     return {"prompt_tokens": prompt, "total_tokens": prompt + completion, "completion_tokens": completion}
 
 
-def handler(worker: Worker) -> Any:
-    """The endpoint of one worker."""
+def handler(worker: Worker, *, batch: bool = False) -> Any:
+    """The endpoint of one worker; ``batch``: the one that takes several conversations."""
+    check = prompts.batch_fields if batch else prompts.chat_fields
+    prepare = prompts.prepare_batch if batch else prompts.prepare_chat
 
     async def chat(request: web.Request) -> web.StreamResponse:
         return await worker.serving.handle(
             request,
-            prompts.chat_fields,
-            lambda body: prompts.prepare_chat(body, worker.model),
+            check,
+            lambda body: prepare(body, worker.model),
             lambda prepared, request_id: ChatShape(worker, prepared, request_id),
             prefix="chatcmpl-",
         )

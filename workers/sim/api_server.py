@@ -61,7 +61,8 @@ def add_routes(app: web.Application, worker: Worker) -> None:
         return web.Response(status=503 if worker.engine.dead else 200)
 
     async def load(_: web.Request) -> web.Response:
-        return web.json_response({"server_load": worker.serving.in_flight})
+        tracked = worker.options.enable_server_load_tracking
+        return web.json_response({"server_load": worker.serving.in_flight if tracked else 0})
 
     async def version(_: web.Request) -> web.Response:
         return web.json_response({"version": VERSION})

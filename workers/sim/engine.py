@@ -6,6 +6,7 @@ What may live here: time, tasks, the side channel. What is decided is decided in
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import uuid
 from collections.abc import Callable, Coroutine
@@ -23,6 +24,8 @@ from workers.sim.timing import Profile
 from workers.sim.violations import Violations
 
 PULL_KEYS = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
+_log = logging.getLogger(__name__)
+
 _TRANSFER_S = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 5.0)
 
 DEATH_KEYS = ("remote_block_ids", *PULL_KEYS, "tp_size")
@@ -150,8 +153,11 @@ class Engine:
 
     async def die(self) -> None:
         """vLLM's EngineDeadError: what is under way fails, what comes is refused, health says so."""
-        self.dead = True
+        self._fail_all()
         await self.server.close()
+
+    def _fail_all(self) -> None:
+        self.dead = True
         for generation in tuple(self._generations):
             if generation.end is None:
                 generation._on_end("dead")
@@ -195,7 +201,14 @@ class Engine:
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            # A fault of ours must look like one: an engine that is dead, not one that is silent.
+            _log.error("the simulated engine failed", exc_info=error)
+            self._fail_all()
 
     async def _pause(self, seconds: float) -> None:
         if self.config.speed > 0 and seconds > 0:

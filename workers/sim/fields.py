@@ -291,6 +291,21 @@ def stream_options(value: Any, loc: str, problems: Problems) -> Any:
     return value
 
 
+def response_format(value: Any, loc: str, problems: Problems) -> Any:
+    """``response_format``: one of four kinds."""
+    if not isinstance(value, dict):
+        text = "Input should be a valid dictionary or object to extract fields from"
+        problems.add("model_attributes_type", loc, text, value)
+    elif value.get("type") not in ("text", "json_object", "json_schema", "structural_tag"):
+        one_of("text", "json_object", "json_schema")(value.get("type"), f"{loc}.type", problems)
+        for fields in (("format",), ("structures", "triggers")):
+            one_of("structural_tag")(value.get("type"), f"{loc}.type", problems)
+            for key in fields:
+                if key not in value:
+                    problems.add("missing", f"{loc}.{key}", "Field required", value)
+    return value
+
+
 _INT64 = (-(1 << 63), (1 << 63) - 1)
 
 _SAMPLING: dict[str, Check] = {
@@ -328,7 +343,7 @@ _SAMPLING: dict[str, Check] = {
     "vllm_xargs": optional(extra_arguments),
     "stream_interval": optional(integer(1)),
     "structured_outputs": optional(mapping),
-    "response_format": optional(mapping),
+    "response_format": optional(response_format),
 }
 
 COMPLETION: dict[str, Check] = {

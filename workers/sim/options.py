@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from workers.sim import hashing
 from workers.sim.core import CoreConfig
@@ -13,40 +14,45 @@ from workers.sim.timing import Profile
 from workers.sim.worker import WorkerOptions
 
 
+def _option(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
 @dataclass(frozen=True)
 class SimOptions:
     """``baton sim-engine``. Worker i of several listens on port + i, and likewise for the other ports."""
 
-    host: str = "127.0.0.1"
-    port: int = 8100
-    workers: int = 1
-    control_port: int | None = None
-    served_model_name: tuple[str, ...] = ("sim-llama-70b",)
-    lora_modules: tuple[str, ...] = ()
-    side_channel_host: str = "127.0.0.1"
-    side_channel_port: int = 0
-    engine_id: str | None = None
-    speed: float = 1.0
-    block_size: int = 16
-    num_blocks: int = 34_900
-    max_model_len: int = 32_768
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 8192
-    max_num_queued_reqs: int | None = None
-    max_num_queued_tokens: int | None = None
-    enable_prefix_caching: bool = True
-    kv_lease_duration_s: float = 30.0
-    kv_load_failure_policy: str = "fail"
-    side_channel_timeout_s: float = 5.0
-    handshake_s: float = Profile.handshake_s
-    mean_answer_tokens: int = 256
-    kv_events_port: int | None = None
-    kv_events_replay_port: int | None = None
-    kv_events_topic: str = ""
-    enable_scale_out: bool = False
-    enable_prompt_tokens_details: bool = False
-    enable_request_id_headers: bool = False
-    strict_crash: bool = False
+    host: str = _option("127.0.0.1", "address of the HTTP listeners")
+    port: int = _option(8100, "HTTP port of the first worker; 0 gives each worker a free one")
+    workers: int = _option(1, "how many workers this process runs")
+    control_port: int | None = _option(None, "port of /workers/{i}/sim/... and /sim/..., which no fault closes")
+    served_model_name: tuple[str, ...] = _option(("sim-llama-70b",), "names of the model; answers carry the first")
+    lora_modules: tuple[str, ...] = _option((), "LoRA adapters, name=path")
+    side_channel_host: str = _option("127.0.0.1", "address where other workers read this one's blocks; goes into handoffs")
+    side_channel_port: int = _option(0, "side channel port of the first worker; 0 gives each a free one")
+    engine_id: str | None = _option(None, "engine id (with -i for several workers); default: a random one")
+    speed: float = _option(1.0, "so many times faster than the hardware profile; 0: no waiting at all")
+    block_size: int = _option(16, "tokens in a KV block")
+    num_blocks: int = _option(34_900, "KV blocks of a worker")
+    max_model_len: int = _option(32_768, "tokens of prompt and answer together")
+    max_num_seqs: int = _option(256, "sequences in one step")
+    max_num_batched_tokens: int = _option(8192, "tokens in one step (chunked prefill)")
+    max_num_queued_reqs: int | None = _option(None, "answer 503 where so many requests wait")
+    max_num_queued_tokens: int | None = _option(None, "answer 503 where so many prompt tokens wait")
+    enable_prefix_caching: bool = _option(True, "keep blocks for later prompts with the same start")
+    kv_lease_duration_s: float = _option(30.0, "how long a finished prefill's blocks wait; wall-clock, whatever the speed")
+    kv_load_failure_policy: str = _option("fail", "a pull that fails: fail (500) or recompute (200, slowly)")
+    side_channel_timeout_s: float = _option(5.0, "when an unreachable prefill worker counts as gone; wall-clock")
+    handshake_s: float = _option(Profile.handshake_s, "the first transfer between two engines takes so much longer")
+    mean_answer_tokens: int = _option(256, "where EOS comes on average (from half to three halves of it); 0: never")
+    kv_events_port: int | None = _option(None, "publish KV events (ZMQ) on this port of the first worker")
+    kv_events_replay_port: int | None = _option(None, "replay KV events (ZMQ ROUTER) on this port of the first worker")
+    kv_events_topic: str = _option("", "topic of the KV events")
+    enable_scale_out: bool = _option(False, "serve /inference/v1/generate, which answers 403 otherwise")
+    enable_prompt_tokens_details: bool = _option(False, "say in the usage how many prompt tokens were cached")
+    enable_request_id_headers: bool = _option(False, "answer with the X-Request-Id header")
+    enable_server_load_tracking: bool = _option(False, "/load counts; it is always 0 otherwise")
+    strict_crash: bool = _option(False, "what kills vLLM kills this engine: incomplete kv_transfer_params")
 
 
 def worker_options(options: SimOptions) -> list[WorkerOptions]:
@@ -98,6 +104,7 @@ def worker_options(options: SimOptions) -> list[WorkerOptions]:
                 enable_scale_out=options.enable_scale_out,
                 enable_prompt_tokens_details=options.enable_prompt_tokens_details,
                 enable_request_id_headers=options.enable_request_id_headers,
+                enable_server_load_tracking=options.enable_server_load_tracking,
                 max_queued_requests=options.max_num_queued_reqs,
                 max_queued_tokens=options.max_num_queued_tokens,
                 events_endpoint=_endpoint(options.kv_events_port, index),

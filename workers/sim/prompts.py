@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from workers.sim import fields as checks
@@ -231,6 +231,21 @@ def prepare_chat(body: dict[str, Any], model: Model) -> Prepared:
     )
 
 
+def batch_fields(body: Any) -> dict[str, Any]:
+    """A body of /v1/chat/completions/batch, checked: messages is a list of conversations. Raises ApiError."""
+    if isinstance(body, dict) and (body.get("n") or 1) != 1:
+        raise invalid("Batch chat completions do not support `n > 1`. Please set `n` to 1.", "n", body["n"])
+    table = {**checks.CHAT, "messages": checks.listing(checks.listing(checks.mapping, nonempty=True), nonempty=True)}
+    return checks.checked(body, table, ("messages",))
+
+
+def prepare_batch(body: dict[str, Any], model: Model) -> Prepared:
+    """Checked fields of /v1/chat/completions/batch to one prompt a conversation. Raises ApiError."""
+    single = [prepare_chat({**body, "messages": messages, "stream": False}, model) for messages in body["messages"]]
+    prompts, rules = [each.prompts[0] for each in single], [each.rules[0] for each in single]
+    return replace(single[0], prompts=prompts, rules=rules)
+
+
 def _forwarded_ids(body: dict[str, Any]) -> list[int] | None:
     """Token ids that the prefill leg computed, for reuse. The key never reaches the engine."""
     params = body.get("kv_transfer_params")
@@ -322,6 +337,10 @@ def responses_messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
 def prepare_responses(body: dict[str, Any], model: Model) -> Prepared:
     """Checked fields of /v1/responses to a prompt. Raises ApiError."""
     name, adapter = model_of(body.get("model"), model)
+    if previous := body.get("previous_response_id"):
+        # Nothing is stored, as in a vLLM that was not told to.
+        message = f"Response with id '{previous}' not found."
+        raise ApiError(message, status=404, kind="invalid_request_error", param="response_id")
     settings = {key: body[key] for key in ("tools", "tool_choice", "chat_template_kwargs") if body.get(key)}
     if isinstance(body.get("reasoning"), dict):
         settings["reasoning_effort"] = body["reasoning"].get("effort")
@@ -333,6 +352,7 @@ def prepare_responses(body: dict[str, Any], model: Model) -> Prepared:
         raise ApiError(
             f"The engine prompt length {len(ids)} exceeds the max_model_len {model.max_model_len}. Please reduce prompt.",
             kind="invalid_request_error",
+            param="input",
         )
     rules = sampling.answer_rules(body, max_tokens=body.get("max_output_tokens"), room=model.max_model_len - len(ids))
     return Prepared(
@@ -570,6 +590,7 @@ Prepare = Callable[[dict[str, Any], Model], Prepared]
 ENDPOINTS: dict[str, tuple[Check, Prepare]] = {
     "/v1/completions": (completion_fields, prepare_completion),
     "/v1/chat/completions": (chat_fields, prepare_chat),
+    "/v1/chat/completions/batch": (batch_fields, prepare_batch),
     "/v1/responses": (responses_fields, prepare_responses),
     "/v1/messages": (messages_fields, prepare_messages),
     "/inference/v1/generate": (generate_fields, prepare_generate),

@@ -209,6 +209,8 @@ class Serving:
                     raise internal(ENGINE_DEAD)
                 worker.check_admission()
                 prepared = prepare(body)
+                if use_header:
+                    _check_rank(request)
             except ApiError as error:
                 if releases and params.get("do_remote_prefill"):
                     worker.engine.reject(request_id, params)
@@ -300,6 +302,7 @@ class Serving:
                 _cut(request)
                 await asyncio.Event().wait()
             delivered = request.transport is not None and not request.transport.is_closing()
+            headers = {**(headers or {}), **self._worker.load_header(request.headers.get("endpoint-load-metrics-format", ""))}
             return web.Response(body=payload, content_type="application/json", headers=headers)
         finally:
             for generation in generations:
@@ -388,6 +391,13 @@ def _failure(generation: Generation) -> ApiError | None:
     if generation.end == "abort":
         return internal("Request was aborted")
     return None
+
+
+def _check_rank(request: web.Request) -> None:
+    """One data-parallel rank there is."""
+    rank = request.headers.get("x-data-parallel-rank", "0").strip()
+    if rank.lstrip("-").isdecimal() and int(rank) != 0:
+        raise ApiError(f"data_parallel_rank {int(rank)} is out of range [0, 1).")
 
 
 def _injected(fault: Fault) -> ApiError:

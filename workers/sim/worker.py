@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import os
 import time
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from workers.sim import (
     api_control,
     api_generate,
     api_messages,
+    api_pooling,
     api_responses,
     api_server,
     api_tokens,
@@ -50,6 +52,7 @@ class WorkerOptions:
     enable_scale_out: bool = False
     enable_prompt_tokens_details: bool = False
     enable_request_id_headers: bool = False
+    enable_server_load_tracking: bool = False
     max_queued_requests: int | None = None
     max_queued_tokens: int | None = None
     events_endpoint: str | None = None
@@ -123,11 +126,13 @@ class Worker:
         app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[api_server.framework_errors])
         app.router.add_post("/v1/completions", api_completions.handler(self))
         app.router.add_post("/v1/chat/completions", api_chat.handler(self))
+        app.router.add_post("/v1/chat/completions/batch", api_chat.handler(self, batch=True))
         app.router.add_post("/v1/responses", api_responses.handler(self))
         app.router.add_post("/v1/messages", api_messages.handler(self))
         app.router.add_post("/v1/messages/count_tokens", api_messages.count_tokens(self))
         api_generate.add_routes(app, self)
         api_tokens.add_routes(app, self)
+        api_pooling.add_routes(app, self)
         api_server.add_routes(app, self)
         api_control.add_routes(app, self, "/sim")
         self._runner = web.AppRunner(
@@ -236,6 +241,19 @@ class Worker:
             self.metrics.rejected["queued_tokens"] += 1
             message = f"Server is overloaded: {queued} queued tokens, the limit is {limit}."
             raise ApiError(message, status=503, kind="ServiceUnavailableError")
+
+    def load_header(self, wanted: str) -> dict[str, str]:
+        """The load report that a request can ask for, in ORCA's text or JSON form."""
+        values = {
+            "kv_cache_usage_perc": self.engine.pool.usage,
+            "num_requests_waiting": float(len(self.engine.core.waiting) + len(self.engine.core.pulling)),
+        }
+        if wanted.lower() == "text":
+            shown = ", ".join(f"named_metrics.{name}={value}" for name, value in values.items())
+            return {"endpoint-load-metrics": f"TEXT {shown}"}
+        if wanted.lower() == "json":
+            return {"endpoint-load-metrics": f"JSON {json.dumps({'named_metrics': values})}"}
+        return {}
 
     # -- control -----------------------------------------------------------------------------------------------------------
 
