@@ -25,13 +25,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item in ours and item.path.name != "test_up.py")
 
 
+_TOOLS_TEMPLATE = "{% if tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+"""Tools become part of the prompt, as with every model that knows them."""
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random two-layer Llama. The folder's name is the model's name in requests."""
+    """A random two-layer Llama whose prompts show the tools. The folder's name is the model's name in requests."""
     folder = tmp_path_factory.mktemp("model") / MODEL
     # A process of its own, so that torch's memory is not held for the length of the run.
     code = "import sys, pathlib, workers.model; workers.model.tiny_llama(pathlib.Path(sys.argv[1]))"
     subprocess.run([sys.executable, "-c", code, str(folder)], check=True, timeout=120)
+    template = folder / "chat_template.jinja"
+    template.write_text(_TOOLS_TEMPLATE + template.read_text())
     return folder
 
 

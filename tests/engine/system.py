@@ -38,6 +38,32 @@ class System:
         up = psutil.Process(self.process.pid)
         return [up, *up.children(recursive=True)]
 
+    def server(self, worker_url: str) -> psutil.Process:
+        """The process that serves a worker's HTTP; its engine is below it."""
+        port = worker_url.rpartition(":")[2]
+        servers = [
+            process
+            for process in self.processes()
+            if "vllm.entrypoints.openai.api_server" in process.cmdline()
+            and process.cmdline()[process.cmdline().index("--port") + 1] == port
+            and "guard.py" not in " ".join(process.cmdline()[:4])
+        ]
+        assert len(servers) == 1
+        return servers[0]
+
+    def scheduler(self, worker_url: str) -> psutil.Process:
+        """The process of an engine that decides what is computed next; its HTTP server runs on when this stands still."""
+        return self._named("VLLM::EngineCor", worker_url)  # the kernel keeps 15 characters
+
+    def computer(self, worker_url: str) -> psutil.Process:
+        """The process of an engine that computes; the scheduler waits for it and still hears of clients that leave."""
+        return self._named("VLLM::Worker", worker_url)
+
+    def _named(self, name: str, worker_url: str) -> psutil.Process:
+        below = self.server(worker_url).children(recursive=True)
+        (process,) = [process for process in below if process.name().startswith(name)]
+        return process
+
 
 def start_system(model: Path, run_dir: Path) -> System:
     """Start ``baton up`` and wait until it says that it is up."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import psutil
-
 from tests.engine.system import assert_ends, start_system
 
 
@@ -21,21 +19,9 @@ def test_it_shows_the_first_answer_and_ends_everything_when_an_engine_dies(tiny_
     assert {f"{name}.log" for name in ("prefill-0", "decode-0", "filter", "envoy")} <= {path.name for path in run_dir.iterdir()}
 
     everything = system.processes()
-    engine = max(_below_the_server_on(decode, everything), key=lambda process: process.memory_info().rss)
+    below = system.server(system.decode_url).children(recursive=True)
+    engine = max(below, key=lambda process: process.memory_info().rss)
     engine.kill()
 
     assert_ends(system, everything, status=1)
     assert "decode-0 ended" in system.output() or "decode-0 was ended" in system.output()
-
-
-def _below_the_server_on(address: str, processes: list[psutil.Process]) -> list[psutil.Process]:
-    port = address.rpartition(":")[2]
-    servers = [
-        process
-        for process in processes
-        if "vllm.entrypoints.openai.api_server" in process.cmdline()
-        and process.cmdline()[process.cmdline().index("--port") + 1] == port
-        and "guard.py" not in " ".join(process.cmdline()[:4])
-    ]
-    assert len(servers) == 1
-    return servers[0].children(recursive=True)
