@@ -87,34 +87,32 @@ class Case(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         """What the client sends."""
         if self.base64 is not None:
             return base64.b64decode(self.base64)
-        return None if self.body is None else _joined(self.body, self.encoding)
+        return None if self.body is None else _joined(self.body, _fill(self.body), self.encoding)
+
+    def leg(self, text: Text, params: bytes = b"", ids: bytes = b"") -> bytes:
+        """A body as it must arrive, its placeholders filled in."""
+        both = params[:-1] + b',"prompt_token_ids":' + ids + b"}"
+        filled = _joined(text, _fill(self.body or ""))
+        for name, value in ((b"@ask@", _ASK), (b"@params+ids@", both), (b"@params@", params), (b"@ids@", ids)):
+            filled = filled.replace(name, value)
+        return filled
 
 
-def _joined(text: Text, encoding: str = "utf-8") -> bytes:
-    if isinstance(text, str):
-        return text.encode(encoding)
-    fixed = sum(len((piece if isinstance(piece, str) else "").encode(encoding)) for piece in text)
-    parts = []
-    for piece in text:
-        if isinstance(piece, str):
-            parts.append(piece.encode(encoding))
-            continue
-        repeated, count = piece
-        if isinstance(count, str):
-            match = _FILL.fullmatch(count)
-            assert match, count
-            count = LIMIT_BYTES - fixed + int(match[1] or 0)
-        parts.append(repeated.encode(encoding) * count)
-    return b"".join(parts)
+def _fill(body: Text) -> int:
+    """How often the piece to fill up with stands in a client's body."""
+    pieces = [body] if isinstance(body, str) else body
+    more = [match for piece in pieces if isinstance(piece, list) and (match := _FILL.fullmatch(str(piece[1])))]
+    if not more:
+        return 0
+    return LIMIT_BYTES - sum(len(piece.encode()) for piece in pieces if isinstance(piece, str)) + int(more[0][1] or 0)
 
 
-def expected(text: Text, params: bytes = b"", ids: bytes = b"") -> bytes:
-    """A body as it must arrive, its placeholders filled in."""
-    both = params[:-1] + b',"prompt_token_ids":' + ids + b"}"
-    filled = _joined(text)
-    for name, value in ((b"@ask@", _ASK), (b"@params+ids@", both), (b"@params@", params), (b"@ids@", ids)):
-        filled = filled.replace(name, value)
-    return filled
+def _joined(text: Text, fill: int, encoding: str = "utf-8") -> bytes:
+    pieces = [text] if isinstance(text, str) else text
+    plain = [
+        piece if isinstance(piece, str) else piece[0] * (piece[1] if isinstance(piece[1], int) else fill) for piece in pieces
+    ]
+    return "".join(plain).encode(encoding)
 
 
 def load(file: Path) -> Case:
