@@ -10,6 +10,7 @@ import asyncio
 import uuid
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
+from functools import partial
 
 from extproc import wire
 from extproc.attempts import Ask, Prefilled
@@ -58,7 +59,7 @@ async def _both_at_once(journey: Journey, ask: Ask, decode: Endpoint) -> None:
         await _dispatch(journey, ask, journey.parts.connector.announce(pair), decode)
         task = asyncio.ensure_future(journey.parts.prefiller.attempt(ask, pair))
         try:
-            await journey.over_within(task)
+            await journey.to_the_end(task)
             if task.done():
                 journey.record.tokens = task.result().handoff.tokens
         finally:
@@ -89,12 +90,23 @@ async def _dispatch(
         destination=decode.address,
     )
     await journey.stream.send(wire.body_reply(mutation))
+    journey.on_answer = partial(_release_if_refused, journey, handoff)
     record, metrics = journey.record, journey.parts.metrics
     record.outcome = "handoff"
     record.blocks, record.tokens = handoff.blocks, handoff.tokens
     metrics.handoffs.labels(handoff.connector, handoff.prefill, decode.address).inc()
     if handoff.blocks is not None:
         metrics.handoff_blocks.observe(handoff.blocks)
+
+
+def _release_if_refused(journey: Journey, handoff: Handoff, status: int) -> None:
+    """An answer that is an error: from a worker that did not take the request on, or from Envoy, which did not reach one.
+
+    Some errors make the decode worker give the blocks back by itself. Then the prefill worker is told twice, which it notes
+    (`vllm:nixl_num_notifications_after_expiry`) and survives; the others would leave them pinned until their lease ends.
+    """
+    if status >= 400:
+        journey.parts.releaser.release(handoff)
 
 
 async def _fresh(journey: Journey, ask: Ask) -> Prefilled:

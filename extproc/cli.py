@@ -58,7 +58,7 @@ def up(
     model: Annotated[
         str, typer.Option(help="smollm2, a folder in Hugging Face layout, or a name to load from the hub.")
     ] = "smollm2",
-    engine: Annotated[str, typer.Option(help="What the workers run: vllm.")] = "vllm",
+    engine: Annotated[str, typer.Option(help="What the workers run: vllm, or sim, a simulated engine.")] = "vllm",
     host: Annotated[str, typer.Option(help="Address that Envoy listens on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port that Envoy listens on.")] = 8000,
     run_dir: Annotated[
@@ -117,6 +117,19 @@ def check(config: ConfigOption = Path("baton.yaml")) -> None:
     table.add_row("Envoy listens on", settings.envoy.listen)
     table.add_row("endpoint files", settings.envoy.eds_dir or "not written")
     Console().print(table)
+
+
+@app.command(
+    "sim-engine",
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def sim_engine(context: typer.Context) -> None:
+    """Run workers of the simulated engine: a vLLM without a GPU that forgives nothing (--help for its options)."""
+    from workers.sim.__main__ import parse
+    from workers.sim.main import run
+
+    raise typer.Exit(run(parse(context.args)))
 
 
 @app.command(

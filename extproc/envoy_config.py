@@ -254,6 +254,7 @@ def _ext_proc_filter(config: Config) -> hcm.HttpFilter:
                 receiving_namespaces=ext_proc.MetadataOptionsMetadataNamespaces(untyped=[LB_NAMESPACE])
             ),
             mutation_rules=_mutation_rules(),
+            allow_mode_override=True,
         ),
     )
 

@@ -74,6 +74,10 @@ _COMMENTS: Mapping[str, str] = {
         "The response never passes through the filter. Asking for its trailers costs nothing and keeps the gRPC stream "
         "open to the end of the answer: that is how the filter learns of it."
     ),
+    "allow_mode_override": (
+        "For a prompt that is handed over, the filter asks to see the headers of the answer: an error there means that "
+        "nobody will fetch the KV blocks, and they are given back."
+    ),
     "message_timeout": "The longest prefill, and some time to queue.",
     "grpc_service.retry_policy": "A filter that is being restarted costs a retry, not an error.",
     "metadata_options": "The filter names the decode worker in the metadata that the load balancer reads.",

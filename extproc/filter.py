@@ -117,7 +117,7 @@ class Filter:
             record.outcome = "whole"
             await stream.send(wire.headers_reply(wire.Mutation(remove_headers=forbidden, destination=decode.address)))
         else:
-            await stream.send(wire.headers_reply(wire.Mutation(remove_headers=forbidden)))
+            await stream.send(wire.headers_reply(wire.Mutation(remove_headers=forbidden, watch_answer=how.apart)))
             body = (await journey.expect(Phase.BODY, wire.RequestBody)).body
             record.body_bytes = len(body)
             if len(body) > limits.max_body_bytes:

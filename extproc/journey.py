@@ -105,6 +105,8 @@ class Journey:
         self.stream = stream
         self.held = held
         self.record = Record()
+        self.on_answer: Callable[[int], None] | None = None
+        """Told the status of the answer, where Envoy was asked to show it."""
 
     async def expect(self, phase: Phase, wanted: type[T]) -> T:
         """The one event that carries the request on. Raises OverError, ProtocolError."""
@@ -120,9 +122,14 @@ class Journey:
             raise ProtocolError(f"{type(event).__name__} in phase {phase.value}")
         return event
 
-    async def to_the_end(self) -> None:
-        """Wave through what Envoy may still send."""
-        while (event := await self.receive(Phase.ANSWER)) is not None:
+    async def to_the_end(self, work: asyncio.Future[Any] | None = None) -> None:
+        """Wave through what Envoy may still send. With ``work``, return when that is done, if the request lasts so long."""
+        while work is None or await self.over_within(work):
+            event = await self.receive(Phase.ANSWER)
+            if event is None:
+                return
+            if isinstance(event, wire.ResponseHeaders) and self.on_answer is not None:
+                self.on_answer(event.status)
             await self.stream.send(wire.go_on(event))
 
     async def over_within(self, work: asyncio.Future[Any] | None, timeout_s: float | None = None) -> bool:

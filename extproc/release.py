@@ -8,7 +8,7 @@ for a model that does not exist, releases them at once; left alone they stay pin
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import aiohttp
 import msgspec
@@ -21,13 +21,17 @@ from extproc.observe.metrics import Metrics
 _NO_SUCH_MODEL = "baton-release-no-such-model"
 _PATH = "/v1/completions"
 _CALLS_AT_ONCE = 8
+_WORKERS_ASKED = 3
+"""How many decode workers are asked for one release: the one that failed may be the first of them."""
 
 
 class Releaser:
     """A bounded queue of handoffs to release, and the tasks that work it off. Use as an async context manager."""
 
-    def __init__(self, settings: Settings, decode_worker: Callable[[], str | None], metrics: Metrics, log: Logger) -> None:
-        """``decode_worker`` names a live decode worker, ``ip:port``, at the time of the call."""
+    def __init__(
+        self, settings: Settings, decode_worker: Callable[[Collection[str]], str | None], metrics: Metrics, log: Logger
+    ) -> None:
+        """``decode_worker`` names a live decode worker, ``ip:port``, none of those that it is given."""
         self._settings = settings
         self._decode_worker = decode_worker
         self._metrics = metrics
@@ -70,10 +74,7 @@ class Releaser:
             self._log.info("release", prefill=handoff.prefill, engine_request=handoff.request_id, fault=fault)
 
     async def _call(self, handoff: Handoff) -> str | None:
-        """None if the blocks are free, else what went wrong."""
-        worker = self._decode_worker()
-        if worker is None:
-            return "no decode worker is live"
+        """None if the blocks are free, else what went wrong with the last of the workers that were asked."""
         body = msgspec.json.encode(
             {
                 "model": _NO_SUCH_MODEL,
@@ -82,6 +83,16 @@ class Releaser:
                 "kv_transfer_params": msgspec.Raw(handoff.params or b"null"),
             }
         )
+        fault: str | None = "no decode worker is live"
+        asked: list[str] = []
+        while len(asked) < _WORKERS_ASKED and (worker := self._decode_worker(asked)) is not None:
+            fault = await self._ask(worker, body)
+            if fault is None:
+                return None
+            asked.append(worker)
+        return fault
+
+    async def _ask(self, worker: str, body: bytes) -> str | None:
         try:
             async with self._session.post(
                 f"http://{worker}{_PATH}", data=body, headers={"content-type": "application/json"}

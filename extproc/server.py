@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 
@@ -66,7 +67,7 @@ class Server:
         picker = RoundRobin()
         pulse = Pulse()
         connector = choose_connector(config.handoff)
-        async with PrefillClient(config.prefill) as client, self._releaser(picker) as releaser:
+        async with PrefillClient(config.prefill) as client, self._releaser() as releaser:
             prefiller = Prefiller(
                 client=client,
                 pool=self._pool,
@@ -108,10 +109,12 @@ class Server:
                 await server.stop(None)
         self._log.info("stopped")
 
-    def _releaser(self, picker: RoundRobin) -> Releaser:
-        def decode_worker() -> str | None:
+    def _releaser(self) -> Releaser:
+        turns = RoundRobin()  # its own: a release must not take the turn of a request
+
+        def decode_worker(exclude: Collection[str]) -> str | None:
             try:
-                return picker.pick(self._pool, Role.DECODE).address
+                return turns.pick(self._pool, Role.DECODE, exclude=exclude).address
             except NoEndpointError:
                 return None
 

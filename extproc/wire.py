@@ -23,6 +23,14 @@ from extproc.headers import DESTINATION_HEADER, FILTER_REPLY_DETAILS, LB_NAMESPA
 SERVICE_NAME = "envoy.service.ext_proc.v3.ExternalProcessor"
 
 _BUFFERED = processing_mode_pb2.ProcessingMode.BUFFERED
+# The mode of envoy.yaml, but for the headers of the answer.
+_WATCHING = processing_mode_pb2.ProcessingMode(
+    request_body_mode=_BUFFERED,
+    request_trailer_mode=processing_mode_pb2.ProcessingMode.SKIP,
+    response_header_mode=processing_mode_pb2.ProcessingMode.SEND,
+    response_body_mode=processing_mode_pb2.ProcessingMode.NONE,
+    response_trailer_mode=processing_mode_pb2.ProcessingMode.SEND,
+)
 _OVERWRITE = base_pb2.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
 
 
@@ -45,7 +53,9 @@ class RequestTrailers(msgspec.Struct, frozen=True):
 
 
 class ResponseHeaders(msgspec.Struct, frozen=True):
-    """The start of the answer (only where the mesh sends it)."""
+    """The start of the answer, whoever gives it: a worker, or Envoy itself. Sent where it was asked for, or the mesh does."""
+
+    status: int
 
 
 class ResponseBody(msgspec.Struct, frozen=True):
@@ -68,6 +78,8 @@ class Mutation(msgspec.Struct, frozen=True):
     """The new body; None leaves it as it is."""
     destination: str | None = None
     """``ip:port`` of the worker that gets the request: header and dynamic metadata alike."""
+    watch_answer: bool = False
+    """Ask Envoy for the start of the answer, which it does not show by default. Only with the request's headers."""
 
 
 class Immediate(msgspec.Struct, frozen=True):
@@ -96,6 +108,8 @@ def read_event(request: Any) -> Event:
         return RequestHeaders(_headers(message.headers), message.end_of_stream)
     if kind == "request_body":
         return RequestBody(request.request_body.body)
+    if kind == "response_headers":
+        return ResponseHeaders(_status(request.response_headers.headers))
     simple = _SIMPLE_EVENTS.get(kind)
     if simple is None:
         raise UnsupportedModeError(f"a message of kind {kind!r}")
@@ -104,7 +118,6 @@ def read_event(request: Any) -> Event:
 
 _SIMPLE_EVENTS: dict[str | None, Event] = {
     "request_trailers": RequestTrailers(),
-    "response_headers": ResponseHeaders(),
     "response_body": ResponseBody(),
     "response_trailers": ResponseTrailers(),
 }
@@ -120,10 +133,18 @@ def _headers(header_map: Any) -> dict[str, str]:
     return headers
 
 
+def _status(header_map: Any) -> int:
+    """The HTTP status of an answer; 0 where there is none to read."""
+    text = _headers(header_map).get(":status", "")
+    return int(text) if text.isascii() and text.isdigit() else 0
+
+
 def headers_reply(mutation: Mutation) -> Any:
     """The answer to RequestHeaders: go on, with these changes."""
     reply = pb.ProcessingResponse()
     _fill(reply, reply.request_headers, mutation)
+    if mutation.watch_answer:
+        reply.mode_override.CopyFrom(_WATCHING)
     return reply
 
 

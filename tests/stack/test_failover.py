@@ -271,6 +271,30 @@ async def test_when_all_decode_workers_go_during_the_prefill_the_client_is_told(
     await until_async(lambda: live_is(stack, "decode", 2))
 
 
+@pytest.mark.parametrize("status", [400, 422, 500, 503])
+async def test_blocks_of_a_decode_leg_that_is_refused_are_given_back(stack: Stack, status: int) -> None:
+    """The engine gives them back by itself only where its handler turns a request down, not where its validation does."""
+
+    async def refuse(_: web.Request, body: bytes) -> web.StreamResponse:
+        return web.json_response({"error": {}}, status=404 if b"baton-release" in body else status)
+
+    for worker in stack.decode:
+        worker.answer = refuse
+    assert (await post(stack, "/v1/completions", PROMPT))[0] == status
+    await until(lambda: any(is_release(received) for received in stack.decode_received))
+    assert len(stack.decode_received) == 2
+
+
+async def test_blocks_are_given_back_when_envoy_does_not_reach_the_decode_worker() -> None:
+    async with Stack(decode=2, settings={"health": {"interval_s": 60.0}}) as stack:
+        for worker in stack.decode:
+            worker.answer = not_found
+        await stack.decode[0]._runner.cleanup()
+        statuses = [(await post(stack, "/v1/completions", PROMPT))[0] for _ in range(2)]
+        assert sorted(statuses) == [404, 503]
+        await until(lambda: any(is_release(received) for received in stack.decode[1].received))
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
 async def test_a_decode_attempt_that_broke_is_not_repeated(stack: Stack, when: str) -> None:
     """Blocks are good for one attempt: once a worker may have read the request, a second attempt would read others' KV."""
@@ -282,7 +306,8 @@ async def test_a_decode_attempt_that_broke_is_not_repeated(stack: Stack, when: s
     status, answer, _ = await post(stack, "/v1/completions", PROMPT)
     assert status == 503 and error_of(answer)["code"] == "upstream_unavailable"
     assert len(stack.prefill[0].received) == 1
-    assert len(stack.decode_received) == (0 if when == "before" else 1)
+    attempts = [received for received in stack.decode_received if not is_release(received)]
+    assert len(attempts) == (0 if when == "before" else 1)
     if when == "before":
         for worker in stack.decode:
             await worker.__aenter__()

@@ -7,6 +7,7 @@ import io
 import shutil
 import signal
 import socket
+import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ def test_a_busy_front_port_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_missing_envoy_is_an_error_with_the_command_that_helps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(up.sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setattr(shutil, "which", lambda _: None)
     status, output = refusal(monkeypatch)
     assert status == 1
