@@ -59,11 +59,11 @@ def relay(worker_url: str) -> Iterator[Relay]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
-        def do_GET(self) -> None:  # noqa: N802  (the name that http.server calls)
+        def do_GET(self) -> None:
             status, headers, reply = _pass_on(record.worker, "GET", self.path, {}, None)
             self._answer(status, headers, reply)
 
-        def do_POST(self) -> None:  # noqa: N802
+        def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["content-length"]))
             headers = {name.lower(): value for name, value in self.headers.items()}
             exchange = Exchange(self.path, headers, body)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import random
 import socket
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from urllib.parse import urlsplit
@@ -43,7 +42,7 @@ def nothing_expires(system: System) -> Iterator[None]:
     for url in urls:
         until(lambda url=url: kv_usage(url) == 0)
         samples = scrape(url)
-        for name in ("kv_expired_reqs", "notifications_after_expiry", "failed_notifications", "failed_transfers"):
+        for name in ("kv_expired_reqs", "failed_notifications", "failed_transfers"):
             assert samples.total(f"vllm:nixl_num_{name}_total") == 0, name
 
 
@@ -82,6 +81,11 @@ def moved(own_front: Front, before: Samples, name: str, **labels: str) -> float:
     return own_front.metrics().total(name, **labels) - before.total(name, **labels)
 
 
+def late_notifications(url: str) -> float:
+    """How often a worker was told to free blocks that it had freed before."""
+    return scrape(url).total("vllm:nixl_num_notifications_after_expiry_total")
+
+
 def assert_both_serve(system: System, own_front: Front) -> None:
     expected = ask(system.prefill_url, "completions", "Still there?")
     assert ask(system.decode_url, "completions", "Still there?") == expected
@@ -90,7 +94,7 @@ def assert_both_serve(system: System, own_front: Front) -> None:
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
 def test_a_client_that_leaves_between_prefill_and_decode(system: System, own_front: Front, endpoint: Endpoint) -> None:
-    before = own_front.metrics()
+    before, late_before = own_front.metrics(), late_notifications(system.prefill_url)
     prefill_before, decode_before = kv_use(system.prefill_url), kv_use(system.decode_url)
     with ExitStack() as prefill_held:
         prefill_held.enter_context(stopped(system.scheduler(system.prefill_url)))
@@ -102,8 +106,7 @@ def test_a_client_that_leaves_between_prefill_and_decode(system: System, own_fro
             client.leave()
             until(lambda: own_front.clients() == 0)
             until(lambda: kv_usage(system.prefill_url) > 0)  # nobody has freed the blocks
-    took_s = until(lambda: kv_usage(system.prefill_url) == 0, RELEASED_WITHIN_S)
-    assert took_s < RELEASED_WITHIN_S
+    until(lambda: kv_usage(system.prefill_url) == 0, RELEASED_WITHIN_S)
     until(lambda: moved(own_front, before, "baton_releases_total") > 0)
     assert moved(own_front, before, "baton_releases_total", outcome="released") == 1
     assert moved(own_front, before, "baton_releases_total") == 1
@@ -112,6 +115,7 @@ def test_a_client_that_leaves_between_prefill_and_decode(system: System, own_fro
     prefill = kv_use(system.prefill_url) - prefill_before
     assert prefill.computed_tokens > 500  # it was prefilled,
     assert kv_use(system.decode_url) == decode_before  # and never decoded
+    assert late_notifications(system.prefill_url) == late_before
     assert_both_serve(system, own_front)
 
 
@@ -122,12 +126,10 @@ def test_a_client_that_leaves_during_the_prefill(system: System, own_front: Fron
     prefill_before, decode_before = kv_use(system.prefill_url), kv_use(system.decode_url)
     with stopped(system.scheduler(system.prefill_url)):
         # Ahead of ours in the engine's queue: when it is answered, ours has been begun.
-        other = threading.Thread(target=ask, args=(system.prefill_url, "completions", others), kwargs={"max_tokens": 1})
-        other.start()
-        until(lambda: scrape(system.prefill_url) is not None)  # its server has gone on to the next request
+        other = Client(system.prefill_url, "completions", body_of("completions", others, max_tokens=1))
         client = Client(own_front.url, "completions", body_of("completions", ours))
         until(lambda: upstream(own_front, "prefill") == 1)
-    other.join()
+    other.read_until(b'"usage"', 1)
     with stopped(system.computer(system.prefill_url)):
         assert own_front.metrics().total("baton_prefills_in_flight") == 1
         client.leave()
@@ -159,7 +161,7 @@ def test_a_client_that_leaves_before_its_prefill_has_begun(system: System, own_f
 def test_a_client_that_leaves_before_the_decode_worker_has_fetched(
     system: System, own_front: Front, endpoint: Endpoint
 ) -> None:
-    """The handoff is the decode worker's by then: it is that engine which tells the other to let go."""
+    """The handoff is the decode worker's by then: it is that engine which tells the other to let go (and may do so twice)."""
     before = own_front.metrics()
     with stopped(system.scheduler(system.decode_url)):
         client = Client(own_front.url, endpoint, body_of(endpoint, TEXT))
