@@ -76,8 +76,9 @@ async def test_what_is_no_json_object_is_refused_before_any_worker(stack: Stack,
     assert '"internal_error"' not in stack.filter.log.read_text()
 
 
-async def test_a_prompt_that_is_not_declared_json_is_refused(stack: Stack) -> None:
-    status, answer, _ = await post(stack, "/v1/completions", PROMPT, **{"content-type": "text/plain"})
+@pytest.mark.parametrize("kind", ["text/plain", "text/json", "application/jsonl", "application/vnd.api+json", ""])
+async def test_a_prompt_that_is_not_declared_json_is_refused(stack: Stack, kind: str) -> None:
+    status, answer, _ = await post(stack, "/v1/completions", PROMPT, **{"content-type": kind})
     assert status == 415 and error_of(answer)["code"] == "unsupported_media_type"
 
 
