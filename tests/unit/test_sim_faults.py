@@ -196,6 +196,40 @@ async def test_the_control_port_reaches_a_worker_that_is_down(http: aiohttp.Clie
     await runner.cleanup()
 
 
+async def test_nothing_is_wrong_or_left_after_restarts_under_load(http: aiohttp.ClientSession) -> None:
+    options = replace(OPTIONS, workers=4, kv_lease_duration_s=0.5, side_channel_timeout_s=0.3, handshake_s=0.0)
+    outcomes: set[object] = set()
+    async with running(options) as workers:
+
+        async def handoffs(number: int) -> None:
+            for index in range(25):
+                prompt = {**BODY, "prompt": BODY["prompt"] + f"{number} {index % 5}"}
+                try:
+                    _, answer = await post(http, workers[index % 2], {**prompt, **PREFILL, "prompt": prompt["prompt"]})
+                    full = {**prompt, "kv_transfer_params": answer["kv_transfer_params"]}
+                    status, answer = await post(http, workers[2 + index % 2], full)
+                except aiohttp.ClientError:
+                    outcomes.add("cut")
+                    continue
+                if status == 200:
+                    outcomes.add(answer["choices"][0]["text"] == expected_answer(PATH, prompt, MODEL))
+                else:
+                    outcomes.add(status)
+
+        async def restarts() -> None:
+            for index in range(12):
+                await asyncio.sleep(0.03)
+                workers[index % 4].inject(Fault(kind="restart" if index % 3 else "crash", duration_s=0.05))
+
+        async with asyncio.timeout(60):
+            await asyncio.gather(restarts(), *(handoffs(number) for number in range(8)))
+        assert True in outcomes and outcomes <= {True, "cut", 500}
+        for worker in workers:
+            await until(lambda each=worker: each.up and each.engine.pool.free_blocks == 599)  # type: ignore[misc]
+            assert await right(http, worker) and worker.serving.in_flight == 0
+            assert set(worker.violations.counts) <= {"engine_gone", "leaked_blocks", "reply_lost", "peer_lost"}
+
+
 async def test_an_unknown_fault_is_refused(http: aiohttp.ClientSession, pair: list[Worker]) -> None:
     for wrong in ({"kind": "earthquake"}, {"kind": "hang", "probabilty": 0.1}, []):
         assert (await post(http, pair[0], wrong, "/sim/faults"))[0] == 400

@@ -6,7 +6,7 @@ import logging
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, generate_latest
@@ -36,9 +36,25 @@ async def framework_errors(request: web.Request, handler: Handler) -> web.Stream
         return web.json_response({"detail": "Request Entity Too Large"}, status=413)
     except web.HTTPException:
         raise
+    except ConnectionResetError:
+        return web.Response(status=499)  # the client is gone in the middle of a stream
     except Exception:
         _log.exception("%s %s", request.method, request.path)
         return web.json_response(internal().body(), status=500)
+
+
+def closed_while_down(worker: Worker) -> Any:
+    """A connection that was accepted while the worker went down gets no answer."""
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if worker.up:
+            return await handler(request)
+        if request.transport is not None:
+            request.transport.abort()
+        return web.Response(status=503)
+
+    return check
 
 
 class _Collector:

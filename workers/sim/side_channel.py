@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
+
+from workers.sim.listening import close_listener
 
 _MAX_FRAME_BYTES = 1 << 30
 _encode = msgspec.msgpack.Encoder().encode
@@ -60,7 +62,7 @@ class ChannelServer:
         """Stop listening and drop every connection."""
         server, self._server = self._server, None
         if server is not None:
-            server.close()
+            await close_listener(server)
         for writer in tuple(self._writers):
             writer.transport.abort()
         # One turn for the connections' tasks to see it.
@@ -71,6 +73,8 @@ class ChannelServer:
         try:
             while True:
                 number, operation, *arguments = await _read_frame(reader)
+                if self._server is None:
+                    return  # accepted while it was being closed
                 try:
                     result = self._handler(operation, arguments)
                 except (ChannelError, ValueError, TypeError) as error:
@@ -101,6 +105,8 @@ class _Connection:
         self._writer.transport.abort()
 
     async def call(self, operation: str, *arguments: Any) -> Any:
+        if not self.alive:
+            raise ChannelError("the connection was lost")
         self._number += 1
         number = self._number
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -137,7 +143,7 @@ class ChannelClient:
     def __init__(self, *, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._connections: dict[tuple[str, int], _Connection] = {}
-        self._connecting: dict[tuple[str, int], Awaitable[_Connection]] = {}
+        self._connecting: dict[tuple[str, int], asyncio.Task[_Connection]] = {}
 
     async def call(self, host: str, port: int, operation: str, *arguments: Any) -> Any:
         """One request. Raises ChannelError."""
@@ -150,6 +156,9 @@ class ChannelClient:
 
     async def close(self) -> None:
         """Drop all connections."""
+        for task in tuple(self._connecting.values()):
+            task.cancel()
+        await asyncio.gather(*self._connecting.values(), return_exceptions=True)
         connections, self._connections = list(self._connections.values()), {}
         for connection in connections:
             connection.close()
@@ -163,7 +172,9 @@ class ChannelClient:
             return connection
         pending = self._connecting.get(key)
         if pending is None:
-            pending = asyncio.ensure_future(self._connect(key))
+            pending = asyncio.create_task(self._connect(key))
+            # Those who wait for it may all have given up before it fails.
+            pending.add_done_callback(lambda task: task.cancelled() or task.exception())
             self._connecting[key] = pending
         return await asyncio.shield(pending)
 

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import time
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ from workers.sim.core import Plan
 from workers.sim.engine import Engine, EngineConfig
 from workers.sim.errors import ApiError
 from workers.sim.faults import Fault, Faults
+from workers.sim.listening import close_listener
 from workers.sim.metrics import Metrics
 from workers.sim.prompts import Model
 from workers.sim.serving import Serving
@@ -87,6 +89,8 @@ class Worker:
         self._runner: web.AppRunner | None = None
         self._last_step_s: float | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._restarts: set[asyncio.Task[None]] = set()
+        self._life = asyncio.Lock()
         self.engine = self._new_engine()
 
     @property
@@ -123,7 +127,8 @@ class Worker:
                 adapters=tuple(self.model.adapters),
             )
         await self._start_engine()
-        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[api_server.framework_errors])
+        middlewares = [api_server.closed_while_down(self), api_server.framework_errors]
+        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=middlewares)
         app.router.add_post("/v1/completions", api_completions.handler(self))
         app.router.add_post("/v1/chat/completions", api_chat.handler(self))
         app.router.add_post("/v1/chat/completions/batch", api_chat.handler(self, batch=True))
@@ -143,9 +148,9 @@ class Worker:
 
     async def stop(self) -> None:
         """End: what is under way is cut."""
-        for task in tuple(self._tasks):
-            task.cancel()
-        await self._go_down()
+        await self._cancel_tasks()
+        async with self._life:
+            await self._go_down()
         if self._runner is not None:
             await self._runner.cleanup()
         if self.publisher is not None:
@@ -153,32 +158,47 @@ class Worker:
 
     async def restart(self) -> None:
         """A new engine id, all blocks lost, what was under way cut."""
-        await self._go_down()
-        if self.publisher is not None:
-            self.publisher.restart()
-        self.engine = self._new_engine()
-        await self._start_engine()
-        await self._listen()
+        await self._uncancelled(self._come_up(anew=True))
 
     async def crash(self, duration_s: float | None) -> None:
         """Stop answering; come back after ``duration_s`` as a new engine, or not at all."""
-        await self._go_down()
+        async with self._life:
+            await self._go_down()
         if duration_s is not None:
             await asyncio.sleep(duration_s)
-            await self.restart()
+            await self._uncancelled(self._come_up())
+
+    async def _come_up(self, *, anew: bool = False) -> None:
+        """A new engine where there is none, or in any case."""
+        async with self._life:
+            if self.up and not anew:
+                return
+            await self._go_down()
+            if self.publisher is not None:
+                self.publisher.restart()
+            self.engine = self._new_engine()
+            await self._start_engine()
+            await self._listen()
+
+    async def _uncancelled(self, work: Coroutine[Any, Any, None]) -> None:
+        """Half a restart is no state to be in: once begun it goes on, whoever stops waiting for it."""
+        task = asyncio.create_task(work)
+        self._restarts.add(task)
+        task.add_done_callback(self._restarts.discard)
+        await asyncio.shield(task)
 
     async def _listen(self) -> None:
+        self.up = True
         self._server = await asyncio.get_running_loop().create_server(
             self._protocol, self.options.host, self.port, reuse_address=True, backlog=1024
         )
         self.port = self._server.sockets[0].getsockname()[1]
-        self.up = True
 
     async def _go_down(self) -> None:
         self.up = False
         server, self._server = self._server, None
         if server is not None:
-            server.close()
+            await close_listener(server)
         self._cut_connections()
         if not self.engine.stopped:
             await self.engine.stop()
@@ -194,7 +214,7 @@ class Worker:
 
     def _protocol(self) -> asyncio.BaseProtocol:
         assert self._runner is not None and self._runner.server is not None
-        if self.faults.take(("refuse",), "any", time.monotonic()) is not None:
+        if not self.up or self.faults.take(("refuse",), "any", time.monotonic()) is not None:
             return _Refuser()
         return self._runner.server()
 
@@ -273,24 +293,28 @@ class Worker:
                 self._cut_connections(idle_only=True)
 
     async def _side_channel_dead(self, duration_s: float | None) -> None:
-        await self.engine.server.close()
+        engine = self.engine
+        await engine.server.close()
         if duration_s is not None:
             await asyncio.sleep(duration_s)
-            await self.engine.server.open()
+            if not engine.stopped:
+                await engine.server.open()
 
     async def clear_faults(self) -> None:
         """Switch all off; a worker that is down comes back."""
         self.faults.clear()
+        await self._cancel_tasks()
+        await self._uncancelled(self._come_up())
+        if not self.engine.dead:
+            await self.engine.server.open()
+
+    async def _cancel_tasks(self) -> None:
         for task in tuple(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if not self.up:
-            await self.restart()
-        elif not self.engine.dead:
-            await self.engine.server.open()
 
-    def _later(self, work: Any) -> None:
-        task: asyncio.Task[None] = asyncio.create_task(work)
+    def _later(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
