@@ -1,0 +1,55 @@
+"""``python -m tests.chaos --seed N --requests N --minutes M``: exit status 1, and the seed, if anything went wrong."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Mapping
+
+from rich.console import Console
+from rich.table import Table
+
+from tests.chaos.run import Report, run
+
+
+def table(report: Report) -> Table:
+    """What came of a run."""
+    shown = Table(title=f"Seed {report.seed}, {report.seconds:.0f} s")
+    shown.add_column("")
+    shown.add_column("what")
+    shown.add_column("how often", justify="right")
+    sections: list[tuple[str, Mapping[str, float]]] = [
+        ("requests", report.outcomes),
+        ("faults", report.faults),
+        ("excused by a fault", report.excused),
+        ("metrics", report.metrics),
+    ]
+    for name, counts in sections:
+        for number, (what, count) in enumerate(sorted(counts.items(), key=lambda item: -item[1])):
+            shown.add_row("" if number else name, what, f"{count:g}")
+        shown.add_section()
+    return shown
+
+
+def main() -> int:
+    """The command; its exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--requests", type=int, default=3000)
+    parser.add_argument("--minutes", type=float, default=1.5)
+    arguments = parser.parse_args()
+    report = asyncio.run(run(arguments.seed, requests=arguments.requests, seconds=arguments.minutes * 60))
+    Console(width=120, markup=False, highlight=False).print(table(report))
+    for problem in report.problems[:40]:
+        print(f"PROBLEM {problem}")
+    if report.problems:
+        again = f"--seed {arguments.seed} --requests {arguments.requests} --minutes {arguments.minutes:g}"
+        print(f"{len(report.problems)} problems; the same plan again: python -m tests.chaos {again}")
+        return 1
+    print(f"seed {arguments.seed}: nothing wrong")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
