@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help up test install lint types unit stack engine generate lock clean
+.PHONY: help up test install lint types unit stack chaos engine generate lock clean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -41,8 +41,11 @@ types: $(VENV)/installed
 unit: $(VENV)/installed  ## Unit tests: pure parts, configuration, processes. Seconds.
 	$(BIN)/pytest tests/unit
 
-stack: $(VENV)/installed  ## Real Envoy and the real filter between fake workers. A minute.
-	$(BIN)/pytest tests/stack
+stack: $(VENV)/installed  ## Real Envoy and the real filter, fake workers and the simulated engine. Some minutes.
+	$(BIN)/pytest tests/stack tests/chaos
+
+chaos: $(VENV)/installed  ## Random faults at every phase for a few minutes: no wrong text, no leak, no hang.
+	$(BIN)/python -m tests.chaos $(ARGS)
 
 engine: $(VENV)/installed  ## Real vLLM on the CPU, KV blocks over NIXL. Some minutes.
 	$(BIN)/pytest tests/engine

@@ -152,6 +152,9 @@ class Limits(_Section, frozen=True, kw_only=True):
 
     max_body_bytes: int = 64 << 20
     """A larger request body is answered 413, by Envoy and by the filter alike."""
+    max_held_bytes: int = 2 << 30
+    """Bodies of all requests that wait for their prefill, together; one more is answered 429. A body takes about four times its
+    size while it is worked on."""
     max_streams: int = 20_000
     """Requests open at once, from their headers to the end of their answers; one more is answered 429."""
 
@@ -232,6 +235,10 @@ class Config(_Section, frozen=True, kw_only=True):
             missing = [address for address in getattr(self.workers, role) if address not in known]
             if self.handoff.connector == connector and missing:
                 raise ConfigError(f"handoff.{connector}: the {role} worker {missing[0]} is missing there")
+        if self.limits.max_held_bytes < self.limits.max_body_bytes:
+            raise ConfigError(
+                "limits.max_held_bytes: less than limits.max_body_bytes, so the largest body could never be served"
+            )
         if self.handoff.max_age_share > 1:
             raise ConfigError(f"handoff.max_age_share: {self.handoff.max_age_share:g} is over 1: such a handoff has no lease")
         if self.envoy.idle_timeout_s <= self.prefill.timeout_s:

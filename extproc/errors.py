@@ -25,14 +25,16 @@ CODES: dict[str, Kind] = {
     "empty_body": Kind(400, _INVALID, "the endpoint needs a JSON body and got none"),
     "invalid_json": Kind(400, _INVALID, "the body is not JSON in UTF-8, or nested too deeply"),
     "not_an_object": Kind(400, _INVALID, "the body is JSON but not an object"),
-    "bad_timeout": Kind(400, _INVALID, "x-request-timeout-ms is not a positive number of milliseconds"),
+    "bad_timeout": Kind(400, _INVALID, "a timeout header is not a positive number of milliseconds"),
     "model_missing": Kind(400, _INVALID, "the body names no model"),
     "model_not_found": Kind(404, _INVALID, "no live worker serves the model"),
     "duplicate_key": Kind(400, _INVALID, "a key stands twice at the top level of the body"),
     "not_found": Kind(404, _INVALID, "an endpoint that controls the engine: never reachable through Baton"),
     "unsupported_media_type": Kind(415, _INVALID, "the endpoint takes application/json only"),
     "request_too_large": Kind(413, _INVALID, "the body is over limits.max_body_bytes"),
-    "too_many_requests": Kind(429, "rate_limit_error", "limits.max_streams or prefill.max_concurrent is reached"),
+    "too_many_requests": Kind(
+        429, "rate_limit_error", "limits.max_streams, limits.max_held_bytes or prefill.max_concurrent is reached"
+    ),
     "prefill_failed": Kind(502, _SERVER, "the prefill worker answered with an error of its own"),
     "prefill_unreachable": Kind(502, _SERVER, "no connection to the prefill worker, or it broke"),
     "handoff_invalid": Kind(502, _SERVER, "the prefill worker's reply holds no usable kv_transfer_params"),

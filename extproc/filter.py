@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import msgspec
@@ -42,7 +43,8 @@ _AGGREGATE_AFTER = frozenset(
     ("prefill_failed", "prefill_unreachable", "prefill_timeout", "handoff_invalid", "handoff_stale", "no_prefill_worker")
 )
 
-_DEADLINE_HEADER = "x-request-timeout-ms"
+_DEADLINE_HEADERS = ("x-request-timeout-ms", "x-envoy-upstream-rq-timeout-ms", "x-envoy-expected-rq-timeout-ms")
+"""How long the client will wait; the first that is there counts. Envoy strips its own ones from what comes from outside."""
 
 
 class Filter:
@@ -51,6 +53,7 @@ class Filter:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self.open_streams = 0
+        self.held_bytes = 0
 
     async def handle(self, stream: wire.Stream) -> None:
         """Serve one stream to its end."""
@@ -122,17 +125,34 @@ class Filter:
             record.body_bytes = len(body)
             if len(body) > limits.max_body_bytes:
                 raise ApiError("request_too_large", f"the body is over {limits.max_body_bytes} bytes")
-            request = _read(body, headers.get("content-type", ""), how)
-            for key in request.removed if request else ():
-                parts.metrics.removed_keys.labels(key).inc()
-            if request is not None and how.apart:
-                await self._serve_prompt(journey, headers, request)
-            else:
-                decode = journey.pick(Role.DECODE, model=None)
-                record.outcome = "whole"
-                clean = request.clean_body() if request else None
-                await stream.send(wire.body_reply(wire.Mutation(body=clean, destination=decode.address)))
+            if self.held_bytes + len(body) > limits.max_held_bytes:
+                raise ApiError("too_many_requests", f"bodies of {self.held_bytes} bytes are held already")
+            with self._holding(len(body)):
+                await self._serve_body(journey, headers, body)
         await journey.to_the_end()
+
+    @contextmanager
+    def _holding(self, size_bytes: int) -> Iterator[None]:
+        self.held_bytes += size_bytes
+        try:
+            yield
+        finally:
+            self.held_bytes -= size_bytes
+
+    async def _serve_body(self, journey: Journey, headers: dict[str, str], body: bytes) -> None:
+        """From the body to the reply that lets Envoy send it on."""
+        parts, stream, record = self._parts, journey.stream, journey.record
+        assert record.treatment is not None
+        request = _read(body, headers.get("content-type", ""), record.treatment)
+        for key in request.removed if request else ():
+            parts.metrics.removed_keys.labels(key).inc()
+        if request is not None and record.treatment.apart:
+            await self._serve_prompt(journey, headers, request)
+        else:
+            decode = journey.pick(Role.DECODE, model=None)
+            record.outcome = "whole"
+            clean = request.clean_body() if request else None
+            await stream.send(wire.body_reply(wire.Mutation(body=clean, destination=decode.address)))
 
     async def _serve_prompt(self, journey: Journey, headers: dict[str, str], request: InferenceRequest) -> None:
         """Send the prompt to its decode worker, with a handoff unless there is a reason against it."""
@@ -170,15 +190,15 @@ class Filter:
 
     def _timeout_s(self, headers: dict[str, str]) -> float:
         configured_s = self._parts.config.prefill.timeout_s
-        text = headers.get(_DEADLINE_HEADER)
-        if text is None:
+        name = next((name for name in _DEADLINE_HEADERS if name in headers), None)
+        if name is None:
             return configured_s
         try:
-            wanted_ms = float(text)
+            wanted_ms = float(headers[name])
         except ValueError:
             wanted_ms = 0.0
         if not 0 < wanted_ms < float("inf"):
-            raise ApiError("bad_timeout", f"{_DEADLINE_HEADER} must be a positive number of milliseconds")
+            raise ApiError("bad_timeout", f"{name} must be a positive number of milliseconds")
         return min(configured_s, wanted_ms / 1e3)
 
     def _note(self, record: Record, seconds: float) -> None:

@@ -9,7 +9,7 @@ import json
 import pytest
 from aiohttp import web
 
-from tests.stack.fake_worker import PARAMS
+from tests.stack.fake_worker import PARAMS, prefill_answer
 from tests.stack.harness import Stack
 from tests.stack.test_legs import post
 
@@ -181,6 +181,71 @@ async def test_a_body_of_the_default_limit_works_and_one_over_it_does_not(stack:
     assert error_of(answer)["code"] == "request_too_large"
     assert [len(worker.received) for worker in stack.prefill] == [1]
     assert len(stack.prefill[0].last.body) > limit
+
+
+async def test_bodies_that_wait_are_bounded_together() -> None:
+    limits = {"max_body_bytes": 1 << 16, "max_held_bytes": 1 << 17}
+    async with Stack(decode=1, settings={"limits": limits}) as stack:
+        gate = asyncio.Event()
+
+        async def gated(request: web.Request, body: bytes) -> web.StreamResponse:
+            await gate.wait()
+            return await prefill_answer(request, body)
+
+        stack.prefill[0].answer = gated
+        body = b'{"model":"m","prompt":"' + b"x" * 40_000 + b'"}'
+        held = [asyncio.create_task(post(stack, "/v1/completions", body)) for _ in range(3)]
+        while len(stack.prefill[0].received) < 3:
+            await asyncio.sleep(0.01)
+        status, answer, _ = await post(stack, "/v1/completions", body)
+        assert status == 429 and error_of(answer)["code"] == "too_many_requests"
+        gate.set()
+        assert [status for status, _, _ in await asyncio.gather(*held)] == [200] * 3
+        assert (await post(stack, "/v1/completions", body))[0] == 200  # given back
+
+
+async def test_more_requests_than_may_be_open_are_told_so() -> None:
+    async with Stack(decode=1, settings={"limits": {"max_streams": 2}}) as stack:
+        gate = asyncio.Event()
+
+        async def gated(request: web.Request, body: bytes) -> web.StreamResponse:
+            await gate.wait()
+            return await prefill_answer(request, body)
+
+        stack.prefill[0].answer = gated
+        held = [asyncio.create_task(post(stack, "/v1/completions", PROMPT)) for _ in range(2)]
+        while len(stack.prefill[0].received) < 2:
+            await asyncio.sleep(0.01)
+        status, answer, _ = await post(stack, "/v1/completions", PROMPT)
+        assert status == 429 and error_of(answer)["type"] == "rate_limit_error"
+        gate.set()
+        assert [status for status, _, _ in await asyncio.gather(*held)] == [200] * 2
+
+
+async def test_more_prefills_than_may_be_in_flight_are_told_so() -> None:
+    async with Stack(prefill=2, decode=1, settings={"prefill": {"max_concurrent": 1, "fallback": "aggregate"}}) as stack:
+        gate = asyncio.Event()
+
+        async def gated(request: web.Request, body: bytes) -> web.StreamResponse:
+            await gate.wait()
+            return await prefill_answer(request, body)
+
+        for worker in stack.prefill:
+            worker.answer = gated
+        held = asyncio.create_task(post(stack, "/v1/completions", PROMPT))
+        while not any(worker.received for worker in stack.prefill):
+            await asyncio.sleep(0.01)
+        status, answer, _ = await post(stack, "/v1/completions", PROMPT)
+        assert status == 429 and error_of(answer)["code"] == "too_many_requests"
+        gate.set()
+        assert (await held)[0] == 200
+
+
+async def test_a_prefill_reply_of_unreasonable_size_is_an_error() -> None:
+    async with Stack(decode=1, settings={"prefill": {"max_reply_bytes": 4096, "retries": 0}}) as stack:
+        stack.prefill[0].answer = answering(200, b'{"x":"' + b"y" * 8192 + b'"}')
+        status, answer, _ = await post(stack, "/v1/completions", PROMPT)
+        assert status == 502 and error_of(answer)["code"] == "prefill_failed"
 
 
 async def test_a_prefill_worker_that_is_gone_is_a_502_then_a_503() -> None:
