@@ -177,6 +177,24 @@ async def test_echo_logprobs_and_token_ids(http: aiohttp.ClientSession, worker: 
     assert choice["prompt_token_ids"] == [tokens.BOS, *tokens.encode("hello")] and len(choice["token_ids"]) == 2
 
 
+async def test_prompt_logprobs_cover_the_whole_prompt(http: aiohttp.ClientSession, worker: Worker) -> None:
+    body = {"prompt": list(range(500, 540)), "max_tokens": 1, "prompt_logprobs": 1}
+    await post(http, worker, "/v1/completions", {**body, "prompt_logprobs": None})
+    hits = worker.engine.core.counters.prefix_hits
+    _, answer = await post(http, worker, "/v1/completions", body)
+    entries = answer["choices"][0]["prompt_logprobs"]
+    assert entries[0] is None and len(entries) == 40 and entries[1]["501"]["logprob"] == 0.0
+    assert worker.engine.core.counters.prefix_hits == hits
+    _, chat = await post(http, worker, "/v1/chat/completions", {"messages": USER, "max_tokens": 1, "prompt_logprobs": 0})
+    assert len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
+
+
+async def test_adapters_show_in_the_metrics(http: aiohttp.ClientSession, worker: Worker) -> None:
+    async with http.get(worker.url + "/metrics") as response:
+        text = await response.text()
+    assert 'vllm:lora_requests_info{max_lora="1",running_lora_adapters="",waiting_lora_adapters=""}' in text
+
+
 async def test_a_stop_string_and_eos_give_their_reasons(http: aiohttp.ClientSession, worker: Worker) -> None:
     whole = expected_answer("/v1/completions", {"prompt": "hello", "max_tokens": 30}, MODEL)
     stop = whole[10:14]

@@ -290,6 +290,40 @@ async def test_incomplete_params_fail_and_are_counted(http: aiohttp.ClientSessio
     assert kinds(pair[1]) == {"incomplete_params": 1}
 
 
+@pytest.mark.parametrize("blocks", [[], [[]], {}, "abc", [["a"]], [[1 << 70]]])
+async def test_block_ids_that_are_none_fail_only_their_request(
+    http: aiohttp.ClientSession, pair: list[Worker], blocks: object
+) -> None:
+    path, body = BODIES[0]
+    params = {**await prefill(http, pair[0], body), "remote_block_ids": blocks}
+    assert (await post(http, pair[1], path, {**body, "kv_transfer_params": params}))[0] == 500
+    assert not pair[1].engine.dead and pair[1].engine.pool.free_blocks == 599
+
+
+async def test_params_without_a_tp_size_get_no_heartbeats(http: aiohttp.ClientSession) -> None:
+    path, body = BODIES[0]
+    async with running(replace(OPTIONS, max_num_seqs=1, kv_lease_duration_s=0.3, handshake_s=0.0, speed=1.0)) as (
+        first,
+        second,
+    ):
+        params = await prefill(http, first, body)
+        del params["tp_size"]
+        busy = asyncio.create_task(post(http, second, path, {"prompt": "x", "max_tokens": 60, "ignore_eos": True}))
+        await until(lambda: len(second.engine.core.running) == 1)
+        status, answer = await post(http, second, path, {**body, "kv_transfer_params": params})
+        assert (await busy)[0] == status == 200
+        assert text_of(path, answer) != expected_answer(path, body, MODEL)
+        assert kinds(second) == {"use_after_expiry": 1}
+
+
+async def test_one_worker_can_be_both_ends_of_a_handoff(http: aiohttp.ClientSession, pair: list[Worker]) -> None:
+    path, body = BODIES[0]
+    params = await prefill(http, pair[0], body)
+    _, answer = await post(http, pair[0], path, {**body, "kv_transfer_params": params})
+    assert text_of(path, answer) == expected_answer(path, body, MODEL)
+    assert kinds(pair[0]) == {} and pair[0].engine.pool.free_blocks == 599
+
+
 async def test_incomplete_params_kill_a_strict_engine_even_through_a_refused_request(http: aiohttp.ClientSession) -> None:
     path, body = BODIES[0]
     async with running(replace(OPTIONS, strict_crash=True)) as (first, _):

@@ -10,7 +10,7 @@ from aiohttp import web
 from workers.sim import prompts, tokens
 from workers.sim.errors import ApiError
 from workers.sim.prompts import Prepared
-from workers.sim.serving import DONE, Result, event, usage
+from workers.sim.serving import DONE, Result, event, prompt_logprobs, usage
 from workers.sim.text import Step
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ class ChatShape:
             "service_tier": None,
             "system_fingerprint": self._worker.fingerprint,
             "usage": usage(self._worker, results),
-            "prompt_logprobs": None,
+            "prompt_logprobs": prompt_logprobs(results[0]),
             "prompt_token_ids": results[0].prompt if prepared.return_token_ids else None,
             "prompt_text": self._prompt_text(results[0]),
             "kv_transfer_params": results[0].sequence.kv_result,

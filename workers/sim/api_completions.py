@@ -10,7 +10,7 @@ from aiohttp import web
 from workers.sim import prompts, tokens
 from workers.sim.errors import ApiError
 from workers.sim.prompts import Prepared
-from workers.sim.serving import DONE, Result, event, usage
+from workers.sim.serving import DONE, Result, event, prompt_logprobs, usage
 from workers.sim.text import Step
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class CompletionShape:
                     "finish_reason": result.finish_reason,
                     "stop_reason": result.stop_reason,
                     "token_ids": result.token_ids if prepared.return_token_ids else None,
-                    "prompt_logprobs": None,
+                    "prompt_logprobs": prompt_logprobs(result),
                     "prompt_token_ids": result.prompt if prepared.return_token_ids else None,
                     "routed_experts": None,
                 }

@@ -278,7 +278,7 @@ class Core:
             return True
         size, total = self.config.block_size, len(sequence.token_ids)
         hit: list[int] = []
-        use_cache = self.config.prefix_caching and not sequence.skip_cache
+        use_cache = self.config.prefix_caching and sequence.prompt_logprobs is None
         if use_cache:
             self._hash_up_to(sequence, total // size)
             hit = self.pool.match(sequence.hashes[: (total - 1) // size])
@@ -302,8 +302,10 @@ class Core:
 
     def _pull(self, sequence: Sequence, fresh: list[int]) -> None:
         params = sequence.kv_params or {}
-        groups = params.get("remote_block_ids") or [[]]
-        remote = list(groups[0]) if isinstance(groups[0], list) else list(groups)
+        groups = params.get("remote_block_ids")
+        # One list a KV cache group, of which there is one here; a flat list before there were groups.
+        flat = groups[0] if isinstance(groups, list) and groups and isinstance(groups[0], list) else groups
+        remote = list(flat) if isinstance(flat, list) else []
         tokens = len(sequence.prompt) - sequence.computed
         self.counters.external_queries += tokens
         sequence.status = Status.PULLING

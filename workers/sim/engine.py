@@ -28,8 +28,10 @@ _log = logging.getLogger(__name__)
 
 _TRANSFER_S = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 5.0)
 
-DEATH_KEYS = ("remote_block_ids", *PULL_KEYS, "tp_size")
+DEATH_KEYS = ("remote_block_ids", *PULL_KEYS)
 """Without one of these vLLM's decode engine ends in a KeyError, or the request never ends."""
+HEARTBEAT_KEYS = (*PULL_KEYS, "tp_size")
+"""Without one of these vLLM sends no heartbeats, and says nothing."""
 
 
 @dataclass(frozen=True)
@@ -278,7 +280,9 @@ class Engine:
         """What the remote blocks hold, or None."""
         sequence, params = pull.sequence, pull.sequence.kv_params or {}
         request_id = sequence.request_id
-        missing = [key for key in DEATH_KEYS if params.get(key) in (None, [], [[]])]
+        missing = [key for key in DEATH_KEYS if params.get(key) is None]
+        if not missing and not pull.remote_blocks:
+            missing = ["blocks in remote_block_ids"]
         if missing:
             self.violate("incomplete_params", request_id, f"without {', '.join(missing)}")
             if self.config.strict_crash:
@@ -354,7 +358,7 @@ class Engine:
         peers: dict[tuple[str, int], list[str]] = {}
         for sequence in (*self.core.waiting, *self.core.pulling.values()):
             params = sequence.kv_params
-            if not sequence.wants_pull or params is None or any(params.get(key) is None for key in DEATH_KEYS):
+            if not sequence.wants_pull or params is None or any(params.get(key) is None for key in HEARTBEAT_KEYS):
                 continue
             try:
                 peers.setdefault((str(params["remote_host"]), int(params["remote_port"])), []).append(

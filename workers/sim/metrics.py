@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
@@ -26,7 +27,8 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000,
 class Metrics:
     """Of one worker: over all its engines' lives for histograms, of the present engine for the rest."""
 
-    def __init__(self, model_name: str) -> None:
+    def __init__(self, model_name: str, adapters: int = 0) -> None:
+        self._adapters = adapters
         self._labels = {"model_name": model_name, "engine": "0"}
         self._finished: Counter[str] = Counter()
         self.rejected: Counter[str] = Counter()
@@ -103,6 +105,8 @@ class Metrics:
         )
         yield self._gauge("kv_cache_usage_perc", "KV-cache usage. 1 means 100 percent usage.", engine.pool.usage)
         yield self._cache_config(engine)
+        if self._adapters:
+            yield self._lora(engine)
         for name, text, value in (
             ("prefix_cache_queries", "Prefix cache queries, in tokens.", counters.prefix_queries),
             ("prefix_cache_hits", "Prefix cache hits, in tokens.", counters.prefix_hits),
@@ -183,6 +187,15 @@ class Metrics:
     def _histogram(self, name: str, histogram: Histogram) -> HistogramMetricFamily:
         family = HistogramMetricFamily(f"vllm:{name}", name, labels=list(self._labels))
         family.add_metric(list(self._labels.values()), *histogram.cumulated())
+        return family
+
+    def _lora(self, engine: Engine) -> GaugeMetricFamily:
+        core = engine.core
+        running = sorted({s.adapter for s in core.running if s.adapter})
+        waiting = sorted({s.adapter for s in (*core.waiting, *core.pulling.values()) if s.adapter})
+        labels = ["max_lora", "waiting_lora_adapters", "running_lora_adapters"]
+        family = GaugeMetricFamily("vllm:lora_requests_info", "Running stats on lora requests.", labels=labels)
+        family.add_metric([str(self._adapters), ",".join(waiting), ",".join(running)], time.time())
         return family
 
     def _cache_config(self, engine: Engine) -> GaugeMetricFamily:

@@ -37,7 +37,8 @@ class Sequence:
     adapter_path: str = ""
     cache_salt: str | None = None
     kv_params: dict[str, Any] | None = None
-    skip_cache: bool = False
+    prompt_logprobs: int | None = None
+    """Asked for, they need the whole prompt computed: no prefix cache hit."""
     eos_first: bool = False
     null_params: bool = False
     """Answer a prefill without kv_transfer_params (a fault)."""

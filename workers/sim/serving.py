@@ -17,6 +17,7 @@ import msgspec
 from aiohttp import web
 
 from workers.sim import fields as checks
+from workers.sim import tokens
 from workers.sim.engine import Generation
 from workers.sim.errors import ENGINE_DEAD, ApiError, PlainError, internal
 from workers.sim.faults import REQUEST_KINDS, Fault, Phase
@@ -122,6 +123,19 @@ def cached_tokens(worker: Worker, results: list[Result], *, always: bool = False
     return sequence.cached_tokens or 0
 
 
+def prompt_logprobs(result: Result) -> list[dict[str, Any] | None] | None:
+    """``prompt_logprobs`` of a model that is certain: none for the first token, log probability 0 for the others."""
+    wanted = result.sequence.prompt_logprobs
+    if wanted is None:
+        return None
+    strings = tokens.token_strings(result.prompt)
+    entries: list[dict[str, Any] | None] = [
+        {str(token_id): {"logprob": 0.0, "rank": 1, "decoded_token": string}}
+        for token_id, string in zip(result.prompt, strings, strict=True)
+    ]
+    return [None, *entries[1:]]
+
+
 def phase_of(body: Any) -> Phase:
     """Which leg of a handoff a body is."""
     params = body.get("kv_transfer_params") if isinstance(body, dict) else None
@@ -184,6 +198,7 @@ class Serving:
         worker = self._worker
         raw = await request.read()
         self.in_flight += 1
+        value: Any = None
         try:
             try:
                 value = checks.decode_body(raw, request.headers.get("content-type", ""))
@@ -194,7 +209,7 @@ class Serving:
             except PlainError as error:
                 return web.json_response({"detail": error.detail}, status=error.status)
             except ApiError as error:
-                self._audit(value if "value" in locals() else None, "", prefix)
+                self._audit(value, "", prefix)
                 return _json(error.body(), error.status)
             own = body.get("request_id")
             given = request.headers.get("x-request-id") if use_header else None
@@ -248,6 +263,9 @@ class Serving:
         worker, body = self._worker, prepared.fields
         kind = fault.kind if fault is not None else None
         several = len(prepared.prompts) > 1
+        wanted = body.get("prompt_logprobs")
+        if wanted is None and prepared.echo:
+            wanted = prepared.logprobs
         made = []
         for number, (ids, rules) in enumerate(zip(prepared.prompts, prepared.rules, strict=True)):
             name = f"{request_id}-{number}" if several or request_id.startswith("cmpl-") else request_id
@@ -263,7 +281,7 @@ class Serving:
                         adapter_path=worker.model.adapters.get(prepared.adapter, ""),
                         cache_salt=body.get("cache_salt"),
                         kv_params=dict(prepared.kv_params) if prepared.kv_params else None,
-                        skip_cache=body.get("prompt_logprobs") is not None or (prepared.echo and prepared.logprobs is not None),
+                        prompt_logprobs=wanted,
                         eos_first=kind == "eos_first",
                         null_params=kind == "null_params",
                     )

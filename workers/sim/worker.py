@@ -78,7 +78,7 @@ class Worker:
         self.port = options.port
         self.faults = Faults()
         self.violations = Violations()
-        self.metrics = Metrics(options.model.names[0])
+        self.metrics = Metrics(options.model.names[0], len(options.model.adapters))
         self.serving = Serving(self)
         self.fingerprint = f"vllm-{VERSION}-sim-{hashlib.sha256(options.model.names[0].encode()).hexdigest()[:8]}"
         self.publisher: Publisher | None = None
