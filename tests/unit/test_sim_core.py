@@ -339,6 +339,16 @@ def test_a_decode_that_leaves_while_it_pulls_keeps_its_blocks_until_the_transfer
     assert decode.pool.free_blocks == 64
 
 
+def test_a_decode_that_needs_the_whole_prompt_computed_gives_its_handoff_back() -> None:
+    prefill, decode = Bench(), Bench()
+    params = prefill.prefill("p", PROMPT)
+    decode.add("d", PROMPT, 6, kv_params=params, prompt_logprobs=1)
+    assert decode.step().prefill_tokens == 18
+    assert decode.core.effects == [Release("d", params)]
+    decode.run()
+    assert decode.text["d"] == expected_text(PROMPT, 6, mean_answer_tokens=0)
+
+
 def test_a_pull_does_not_take_a_running_slot() -> None:
     prefill, decode = Bench(), Bench(max_num_seqs=1)
     decode.add("d", PROMPT, 6, kv_params=prefill.prefill("p", PROMPT))

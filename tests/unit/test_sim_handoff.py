@@ -336,6 +336,17 @@ async def test_incomplete_params_kill_a_strict_engine_even_through_a_refused_req
             assert response.status == 503
 
 
+async def test_a_bug_in_the_engine_is_an_error_and_not_a_silence(
+    http: aiohttp.ClientSession, pair: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("broken on purpose")
+
+    monkeypatch.setattr(pair[0].engine.core, "commit", broken)
+    status, answer = await post(http, pair[0], *BODIES[0])
+    assert status == 500 and answer["error"]["type"] == "InternalServerError" and pair[0].engine.dead
+
+
 async def test_a_dead_side_channel_fails_the_decode_or_is_recomputed(http: aiohttp.ClientSession) -> None:
     path, body = BODIES[0]
     for policy, status_wanted in (("fail", 500), ("recompute", 200)):

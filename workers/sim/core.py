@@ -296,7 +296,11 @@ class Core:
             if use_cache:
                 self.counters.prefix_queries += total
                 self.counters.prefix_hits += sequence.computed
-        if sequence.wants_pull:
+        if sequence.wants_pull and sequence.prompt_logprobs is not None:
+            # The whole prompt is computed here, and the prefill worker is told to let go.
+            sequence.pull_allowed = False
+            self.reject(sequence.request_id, sequence.kv_params or {})
+        elif sequence.wants_pull:
             self._pull(sequence, fresh)
         return True
 
@@ -374,13 +378,13 @@ class Core:
             self.counters.local_hit_tokens += sequence.cached_tokens or 0
             self.counters.pulled_tokens += sequence.pulled_tokens
         steps = []
-        for index in range(count):
-            if index:  # the token before is input now, and its KV is written
-                self._write(sequence, sequence.computed, sequence.computed + 1)
+        for _ in range(count):
             steps.append(sequence.answer.next())
             sequence.token_ids.append(steps[-1].token_id)
             if steps[-1].finish_reason is not None:
                 break
+        if len(steps) > 1:  # all but the last were input already, and have KV
+            self._write(sequence, sequence.computed, len(sequence.token_ids) - 1)
         self.counters.generated_tokens += len(steps)
         sequence.last_token_s = now_s
         reason = steps[-1].finish_reason

@@ -7,6 +7,7 @@ was: if the blocks were right, both get the same text. No I/O here.
 from __future__ import annotations
 
 import hashlib
+import struct
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ _WORDS = tuple(
     for last in "bcdfghjklmnprstv"
 )
 _WORDS_A_DIGEST = 32
+_numbers = struct.Struct(f">{_WORDS_A_DIGEST}H").unpack
 
 
 def token_bytes(token_ids: Sequence[int]) -> bytes:
@@ -94,7 +96,7 @@ class Answer:
         offset = index % _WORDS_A_DIGEST
         if not offset:
             digest = hashlib.blake2b(self._state + (index // _WORDS_A_DIGEST).to_bytes(4, "big"), digest_size=64).digest()
-            self._words = tuple(_WORDS[int.from_bytes(digest[i : i + 2], "big") % len(_WORDS)] for i in range(0, 64, 2))
+            self._words = tuple(_WORDS[number % len(_WORDS)] for number in _numbers(digest))
         token_id = self._words[offset]
         piece = tokens.piece_bytes(token_id).decode()
         if may_stop and token_id in stop.token_ids:
