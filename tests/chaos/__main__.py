@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -38,8 +39,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--requests", type=int, default=3000)
     parser.add_argument("--minutes", type=float, default=1.5)
+    parser.add_argument("--log", type=Path, help="write the filter's log here")
     arguments = parser.parse_args()
     report = asyncio.run(run(arguments.seed, requests=arguments.requests, seconds=arguments.minutes * 60))
+    if arguments.log:
+        arguments.log.write_text(report.log, encoding="utf-8")
     Console(width=120, markup=False, highlight=False).print(table(report))
     for problem in report.problems[:40]:
         print(f"PROBLEM {problem}")

@@ -18,6 +18,9 @@ _ENVOYS = {"timeout": (504, 408), "filter_unavailable": (503,), "upstream_unavai
 _AFTER_S = 2.5
 """So long after the end of a fault its effects may show: retries, deadlines, health checks."""
 
+_RACE_S = 0.15
+"""A prefill that is called off is done already (vllm#29906), and its reply lost on the way: nobody can know of its blocks."""
+
 _DECODE_FAULTS = ("hang", "reset", "crash", "restart", "exit", "refuse", "slow", "status")
 _HANDOFF = re.compile(r"handoff (\S+) of engine")
 
@@ -141,10 +144,24 @@ def complaints(world: World) -> tuple[list[str], dict[str, int]]:
                     ]
                     what = f"{sim.name}: {violation['kind']} {violation['request_id']} {violation['detail']}"
                     wrong = world.wrong(violation["at_s"] - LEASE_S - 1.0, violation["at_s"])
-                    problems.append(f"at {violation['at_s']:.2f}, {what}; came to {came}; wrong then: {wrong}")
+                    problems.append(
+                        f"at {violation['at_s']:.2f}, {what}; came to {came}; {_whose(world, handoff)}; wrong then: {wrong}"
+                    )
                 else:
                     excused[reason] = excused.get(reason, 0) + 1
     return problems, excused
+
+
+def _whose(world: World, handoff: str) -> str:
+    """What became of the request that a handoff was made for."""
+    for sim in world.sims:
+        if pinning := sim.pinnings.get(handoff):
+            outcome = world.outcomes.get(pinning.prompt)
+            if outcome is None:
+                return f"pinned at {pinning.at_s:.2f}"
+            what = f"{outcome.request.kind}: {outcome.status}, left {outcome.left}, {outcome.broken}"
+            return f"pinned at {pinning.at_s:.2f} for {what}, {outcome.began_s:.2f}-{outcome.ended_s:.2f}"
+    return "whose is not known"
 
 
 def _excuse(world: World, sim: str, violation: dict[str, Any], ids: set[str], arrivals: dict[str, list[Any]]) -> str | None:
@@ -168,4 +185,13 @@ def _excuse(world: World, sim: str, violation: dict[str, Any], ids: set[str], ar
             and world.troubled(from_s, at_s, where=arrival.worker, kinds=_DECODE_FAULTS)
         ):
             return "leaked: the decode worker failed with it"
+    pinning = next((p for s in world.sims if (p := s.pinnings.get(violation["request_id"]))), None)
+    outcome = world.outcomes.get(pinning.prompt) if pinning is not None else None
+    if pinning is None or outcome is None or came:
+        return None
+    if outcome.left and 0.0 < pinning.at_s - outcome.ended_s < _RACE_S:
+        return "leaked: the client left as its prefill ended"
+    if outcome.broken or outcome.status not in (None, 200):
+        restarted = world.troubled(pinning.at_s, at_s, kinds=("filter restarted",))
+        return "leaked: the filter was ended with the request" if restarted else None
     return None

@@ -84,13 +84,15 @@ def make(seed: int, *, requests: int, duration_s: float, prefill: int, decode: i
     faults: list[WorkerFault | FilterFault] = []
     at_s = 1.0
     while at_s < duration_s - 1.0:
-        faults.append(_fault(dice, at_s, prefill, decode))
-        at_s += dice.uniform(0.2, 1.0)
+        # Some seconds of peace in every ten: what fails then has no excuse.
+        if at_s % 10.0 < 5.5:
+            faults.append(_fault(dice, at_s, prefill, decode))
+        at_s += dice.uniform(0.1, 0.8)
     # Whatever the dice say, these are part of every run.
     faults += [
-        FilterFault(duration_s * 0.35, "stop", 1.0),
-        FilterFault(duration_s * 0.55, "stop", 2.6),
-        FilterFault(duration_s * 0.75, "restart"),
+        FilterFault(1.5, "stop", 1.0),
+        FilterFault(duration_s * 0.5 // 10 * 10 + 2.0, "stop", 2.6),
+        FilterFault(duration_s * 0.8 // 10 * 10 + 3.0, "restart"),
     ]
     faults.sort(key=lambda fault: fault.at_s)
     return Plan(duration_s, sorted(made, key=lambda request: request.at_s), faults)

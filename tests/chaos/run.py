@@ -12,7 +12,7 @@ import aiohttp
 from tests.chaos import judge, plan
 from tests.chaos.judge import Outcome, ProblemError
 from tests.chaos.plan import Request
-from tests.chaos.world import HUNG_S, LEASE_S, World
+from tests.chaos.world import HUNG_S, LEASE_S, World, prompt_of
 
 PREFILL, DECODE = 3, 3
 _CALM = 60
@@ -29,6 +29,8 @@ class Report:
     excused: Counter[str] = field(default_factory=Counter)
     metrics: dict[str, float] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    log: str = ""
+    """The filter's."""
 
 
 class Clients:
@@ -45,6 +47,8 @@ class Clients:
         self.sent += 1
         self.open += 1
         outcome = Outcome(request, time.time(), 0.0)
+        if prompt := prompt_of(request.body):
+            self._world.outcomes[prompt] = outcome
         try:
             async with asyncio.timeout(HUNG_S):
                 await self._send(request, outcome)
@@ -125,7 +129,7 @@ async def run(seed: int, *, requests: int, seconds: float, quiet: bool = False) 
             for name, value in (await world.stack.metrics()).items()
             if name.startswith(("baton_fallbacks_total", "baton_releases_total", "baton_handoffs_total")) and value
         }
-        log = world.log()
+        report.log = log = world.log()
         if '"internal_error"' in log or "Traceback" in log:
             lines = [line for line in log.splitlines() if '"internal_error"' in line or "Traceback" in line]
             report.problems += [f"the filter's log has an exception: {line}" for line in lines]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -42,9 +43,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "prefill": {"timeout_s": 3.0, "attempt_timeout_s": 1.0, "connect_timeout_s": 0.5, "retries": 2},
     "handoff": {"lease_s": LEASE_S, "max_age_share": 0.5, "release_timeout_s": 1.0},
     "health": {"interval_s": 0.2, "timeout_s": 1.0, "unhealthy_threshold": 2},
-    "drain": {"delay_s": 0.5, "timeout_s": 8.0},
+    "drain": {"delay_s": 0.5, "timeout_s": 2.0},
 }
 
+_PREFILL = b'"do_remote_decode":true'
 _HANDOFF = re.compile(rb'"remote_request_id":"([^"]+)"')
 
 
@@ -57,6 +59,23 @@ class Arrival:
     release: bool
     end: str = "open"
     """The status of the answer, or how it ended without one."""
+
+
+@dataclass(frozen=True)
+class Pinning:
+    """A prefill that was answered with a handoff."""
+
+    at_s: float
+    prompt: str
+
+
+def prompt_of(body: bytes) -> str:
+    """What tells one request of a run from all others, on every leg of it; "" if there is nothing."""
+    try:
+        value = json.loads(body)
+        return json.dumps([value.get(key) for key in ("prompt", "messages", "input")])
+    except (ValueError, AttributeError):
+        return ""
 
 
 @dataclass(frozen=True)
@@ -78,6 +97,7 @@ class ChaosSim(RecordingSim):
     def __post_init__(self) -> None:
         self.options = replace(self.options, side_channel_port=free_ports(1)[0])
         self.arrivals: dict[str, list[Arrival]] = {}
+        self.pinnings: dict[str, Pinning] = {}
         self.reports: list[dict[str, Any]] = []
         self.engine_ids: set[str] = set()
         super().__post_init__()
@@ -99,7 +119,11 @@ class ChaosSim(RecordingSim):
             body = await request.read() if request.method == "POST" else b""
             match = _HANDOFF.search(body)
             if match is None:
-                return await inner(request)
+                response = await inner(request)
+                reply = response.body if _PREFILL in body and isinstance(response, web.Response) else None
+                if isinstance(reply, bytes) and (made := _HANDOFF.search(reply)):
+                    self.pinnings[made[1].decode()] = Pinning(time.time(), prompt_of(body))
+                return response
             arrival = Arrival(time.time(), self.name, b"baton-release-no-such-model" in body)
             self.arrivals.setdefault(match[1].decode(), []).append(arrival)
             arrival.end = "cut"
@@ -130,6 +154,8 @@ class World:
             setattr(self.stack, role, [ChaosSim(s.name, s.port, s.options) for s in getattr(self.stack, role)])
         self.troubles: list[Trouble] = []
         self.past: list[Trouble] = []
+        self.outcomes: dict[str, Any] = {}
+        """prompt_of a request -> what came of it."""
         self.hits: dict[str, int] = {}
         self.filter_logs: list[str] = []
         self._tasks: set[asyncio.Task[None]] = set()
