@@ -24,6 +24,9 @@ from extproc.routing.pool import Endpoint, Role
 _STALE_AT_MOST = 3
 """Handoffs too old in a row, after which something is wrong with the clock, the lease or the machine."""
 
+_PERHAPS_NEVER_SENT_S = 0.25
+"""A stream that ends so soon after the dispatch, and without an answer, may have ended before Envoy read our reply."""
+
 _STANDSTILL_S = 0.3
 """A handoff is read within a fraction of this, unless the whole process stood still."""
 
@@ -90,7 +93,9 @@ async def _dispatch(
         destination=decode.address,
     )
     await journey.stream.send(wire.body_reply(mutation))
-    journey.on_answer = partial(_release_if_refused, journey, handoff)
+    answered = asyncio.Event()
+    journey.on_answer = partial(_on_answer, journey, handoff, answered)
+    journey.held.callback(_on_end, journey, handoff, answered, journey.parts.clock())
     record, metrics = journey.record, journey.parts.metrics
     record.outcome = "handoff"
     record.blocks, record.tokens = handoff.blocks, handoff.tokens
@@ -99,14 +104,21 @@ async def _dispatch(
         metrics.handoff_blocks.observe(handoff.blocks)
 
 
-def _release_if_refused(journey: Journey, handoff: Handoff, status: int) -> None:
-    """An answer that is an error: from a worker that did not take the request on, or from Envoy, which did not reach one.
+def _on_answer(journey: Journey, handoff: Handoff, answered: asyncio.Event, status: int) -> None:
+    """An answer that is an error is one from a worker that did not take the request on, or from Envoy, which reached none.
 
     Some errors make the decode worker give the blocks back by itself. Then the prefill worker is told twice, which it notes
     (`vllm:nixl_num_notifications_after_expiry`) and survives; the others would leave them pinned until their lease ends.
     """
+    answered.set()
     if status >= 400:
         journey.parts.releaser.release(handoff)
+
+
+def _on_end(journey: Journey, handoff: Handoff, answered: asyncio.Event, dispatched_s: float) -> None:
+    """A client that leaves as our reply goes out: Envoy may have dropped the request before it read it. Nothing tells."""
+    if not answered.is_set() and journey.parts.clock() - dispatched_s < _PERHAPS_NEVER_SENT_S:
+        journey.parts.releaser.release_later(handoff)
 
 
 async def _fresh(journey: Journey, ask: Ask) -> Prefilled:

@@ -126,6 +126,9 @@ class Handoff(_Section, frozen=True, kw_only=True):
     """A handoff older than this share of the lease is not used: the prompt is prefilled again, within the deadline."""
     release: bool = True
     """Give back the blocks of a handoff that no decode worker will fetch, instead of leaving them to the lease."""
+    release_delay_s: float = 3.0
+    """How long a release waits where a decode worker may have got the request just before its client left: time for it to
+    finish reading. Well below the lease."""
     release_queue: int = 1024
     """Releases waiting at once; one more is dropped, counted, and left to the lease."""
     release_timeout_s: float = 5.0
@@ -235,6 +238,8 @@ class Config(_Section, frozen=True, kw_only=True):
             missing = [address for address in getattr(self.workers, role) if address not in known]
             if self.handoff.connector == connector and missing:
                 raise ConfigError(f"handoff.{connector}: the {role} worker {missing[0]} is missing there")
+        if self.handoff.release_delay_s >= self.handoff.lease_s:
+            raise ConfigError("handoff.release_delay_s: not below handoff.lease_s, so it would always come too late")
         if self.limits.max_held_bytes < self.limits.max_body_bytes:
             raise ConfigError(
                 "limits.max_held_bytes: less than limits.max_body_bytes, so the largest body could never be served"

@@ -76,6 +76,8 @@ class Filter:
                 record.outcome, record.status = "prefill_refused", error.status
                 answer = wire.Immediate(error.status, error.body, "prefill_refused", error.content_type)
                 await stream.send(wire.immediate_reply(answer))
+            except wire.GoneError:
+                record.outcome = "cancelled"
             except asyncio.CancelledError:
                 # Envoy resets the stream both when a client leaves and after a finished answer.
                 record.outcome = record.outcome or "cancelled"

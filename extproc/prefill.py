@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 import aiohttp
 
+from extproc import bounded
 from extproc.config import Address, Prefill
 from extproc.errors import ApiError, RelayedError
 from extproc.headers import DESTINATION_HEADER, ORIGIN_HEADER
@@ -53,6 +54,8 @@ class PrefillClient:
         self._in_flight += 1
         try:
             return await self._call(worker, path, body, headers, timeout_s)
+        except bounded.TooLargeError as error:
+            raise ApiError("prefill_failed", f"the prefill worker's answer is {error}") from None
         except aiohttp.ConnectionTimeoutError:  # first: aiohttp's timeouts are both ClientErrors and TimeoutErrors
             raise _unreachable() from None
         except TimeoutError:
@@ -72,7 +75,7 @@ class PrefillClient:
             allow_redirects=False,
             timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=self._settings.connect_timeout_s),
         ) as response:
-            reply = await self._read(response)
+            reply = await bounded.read(response, self._settings.max_reply_bytes)
             if response.status == 200:
                 return reply
             if response.headers.get(ORIGIN_HEADER):
@@ -80,19 +83,6 @@ class PrefillClient:
             if 400 <= response.status < 500 and response.status != 429:
                 raise RelayedError(response.status, response.headers.get("content-type", "application/json"), reply)
             raise ApiError("prefill_failed", f"the prefill worker answered {response.status}")
-
-    async def _read(self, response: aiohttp.ClientResponse) -> bytes:
-        """The whole answer, as long as it is small enough."""
-        limit = self._settings.max_reply_bytes
-        pieces: list[bytes] = []
-        size = 0
-        async for piece in response.content.iter_any():
-            size += len(piece)
-            if size > limit:
-                response.close()
-                raise ApiError("prefill_failed", f"the prefill worker's answer is over {limit} bytes")
-            pieces.append(piece)
-        return b"".join(pieces)
 
 
 def _unreachable() -> ApiError:

@@ -38,6 +38,7 @@ class Releaser:
         self._log = log
         self._queue: asyncio.Queue[Handoff] = asyncio.Queue(settings.release_queue)
         self._tasks: list[asyncio.Task[None]] = []
+        self._later: dict[object, tuple[asyncio.TimerHandle, Handoff]] = {}
 
     async def __aenter__(self) -> Releaser:
         self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=self._settings.release_timeout_s))
@@ -45,7 +46,10 @@ class Releaser:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Work off what is queued, for as long as one call may take, and end."""
+        """Work off what is queued, for as long as one call may take, and end. What was put off is put off no longer."""
+        for timer, handoff in self._later.values():
+            timer.cancel()
+            self._queue_up(handoff)
         try:
             await asyncio.wait_for(self._queue.join(), self._settings.release_timeout_s)
         except TimeoutError:
@@ -55,9 +59,26 @@ class Releaser:
         await self._session.close()
 
     def release(self, handoff: Handoff) -> None:
-        """Queue it; returns at once."""
-        if not self._settings.release or not handoff.releasable or handoff.params is None:
-            return
+        """Queue it; returns at once. Only for a handoff that surely no decode worker reads."""
+        if self._settings.release and handoff.releasable and handoff.params is not None:
+            self._queue_up(handoff)
+
+    def release_later(self, handoff: Handoff) -> None:
+        """The same for a handoff that a decode worker may just have got and dropped.
+
+        If it has, it gives the blocks back itself, and this changes nothing. But it must have the time to: blocks that are
+        freed under a transfer would leave it with others' KV in its prefix cache.
+        """
+        if self._settings.release and handoff.releasable and handoff.params is not None:
+            key = object()
+            timer = asyncio.get_running_loop().call_later(self._settings.release_delay_s, self._due, key)
+            self._later[key] = (timer, handoff)
+
+    def _due(self, key: object) -> None:
+        _, handoff = self._later.pop(key)
+        self._queue_up(handoff)
+
+    def _queue_up(self, handoff: Handoff) -> None:
         try:
             self._queue.put_nowait(handoff)
         except asyncio.QueueFull:

@@ -99,7 +99,7 @@ class Server:
                 "serving", version=__version__, listen=config.listen, admin=config.admin, prefill_via=config.prefill.via
             )
             try:
-                await self._stop.wait()
+                await self._until_stopped(background)
                 await self._drain(server, filter_)
             finally:
                 for task in background:
@@ -108,6 +108,15 @@ class Server:
                 await runner.cleanup()
                 await server.stop(None)
         self._log.info("stopped")
+
+    async def _until_stopped(self, background: list[asyncio.Task[None]]) -> None:
+        """Wait for SIGTERM. Raises what a background task died of: without its eyes the filter must not go on."""
+        stop = asyncio.create_task(self._stop.wait())
+        done, _ = await asyncio.wait((stop, *background), return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
+        for task in background:
+            if task in done:
+                task.result()
 
     def _releaser(self) -> Releaser:
         turns = RoundRobin()  # its own: a release must not take the turn of a request

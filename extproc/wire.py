@@ -92,6 +92,10 @@ class Immediate(msgspec.Struct, frozen=True):
     content_type: str = "application/json"
 
 
+class GoneError(Exception):
+    """The stream is no more; nobody is there to be answered."""
+
+
 class UnsupportedModeError(Exception):
     """Envoy is configured in a way this filter does not speak."""
 
@@ -221,12 +225,18 @@ class Stream:
     async def receive(self) -> Event | None:
         """The next event; None when Envoy has closed its side."""
         read, self._read = self._read, None
-        message = await (read if read is not None else self._context.read())
+        try:
+            message = await (read if read is not None else self._context.read())
+        except grpc.aio.BaseError:
+            return None  # the server was stopped, or the call is no more: nobody is there to be answered
         return None if message is grpc.aio.EOF else read_event(message)
 
     async def send(self, reply: Any) -> None:
-        """Send one reply, made by the functions of this module."""
-        await self._context.write(reply)
+        """Send one reply, made by the functions of this module. Raises GoneError."""
+        try:
+            await self._context.write(reply)
+        except grpc.aio.BaseError as error:
+            raise GoneError(str(error)) from None
 
     def close(self) -> None:
         """Give up a read that nobody waits for any more."""

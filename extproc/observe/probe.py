@@ -8,6 +8,7 @@ from collections.abc import Callable
 import aiohttp
 import msgspec
 
+from extproc import bounded
 from extproc.config import Health
 from extproc.observe.logs import Logger
 from extproc.routing.pool import Endpoint, Pool
@@ -75,9 +76,9 @@ class Prober:
             async with session.get(f"http://{endpoint.address}/v1/models") as response:
                 if response.status != 200:
                     return None
-                listed = _models_decoder.decode(await response.content.read(_MODELS_MAX_BYTES))
+                listed = _models_decoder.decode(await bounded.read(response, _MODELS_MAX_BYTES))
                 return {_card_decoder.decode(card).id: bytes(card) for card in listed.data}
-        except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError):
+        except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError, bounded.TooLargeError):
             return None
 
     def _set(self, endpoint: Endpoint, *, live: bool, fault: str | None) -> None:

@@ -41,7 +41,7 @@ OPTIONS = SimOptions(
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "prefill": {"timeout_s": 3.0, "attempt_timeout_s": 1.0, "connect_timeout_s": 0.5, "retries": 2},
-    "handoff": {"lease_s": LEASE_S, "max_age_share": 0.5, "release_timeout_s": 1.0},
+    "handoff": {"lease_s": LEASE_S, "max_age_share": 0.5, "release_timeout_s": 1.0, "release_delay_s": 1.0},
     "health": {"interval_s": 0.2, "timeout_s": 1.0, "unhealthy_threshold": 2},
     "drain": {"delay_s": 0.5, "timeout_s": 2.0},
 }

@@ -196,7 +196,7 @@ async def counted(stack: Stack, name: str, value: float) -> bool:
 
 async def test_a_handoff_older_than_its_share_of_the_lease_is_never_used() -> None:
     """The filter stood still between the prefill's answer and its reading: by the clock of the engine the lease runs out."""
-    settings = {"handoff": {"lease_s": 2.0, "max_age_share": 0.5}}
+    settings = {"handoff": {"lease_s": 2.0, "max_age_share": 0.5, "release_delay_s": 1.0}}
     async with Stack(decode=1, settings=settings) as stack:
         async with prefill_under_way(stack) as (_, gate):
             async with filter_stopped(stack):
@@ -210,7 +210,7 @@ async def test_a_handoff_older_than_its_share_of_the_lease_is_never_used() -> No
 
 
 async def test_handoffs_that_are_always_too_old_end_in_an_error_not_in_a_loop() -> None:
-    settings = {"handoff": {"lease_s": 0.02, "max_age_share": 0.05}}  # 1 ms
+    settings = {"handoff": {"lease_s": 0.02, "max_age_share": 0.05, "release_delay_s": 0.01}}  # 1 ms
 
     async def slow(request: web.Request, body: bytes) -> web.StreamResponse:
         await asyncio.sleep(0.3)
@@ -269,6 +269,41 @@ async def test_when_all_decode_workers_go_during_the_prefill_the_client_is_told(
     for worker in stack.decode:
         worker.healthy = True
     await until_async(lambda: live_is(stack, "decode", 2))
+
+
+async def test_a_client_that_leaves_as_the_decode_leg_goes_out_leaves_no_blocks_behind() -> None:
+    """Envoy may drop the request before it has read our reply, and nothing tells. It is released, but not at once: if a
+    decode worker did get it, that one must have the time to finish."""
+    async with Stack(decode=1, settings={"handoff": {"release_delay_s": 0.5}}) as stack:
+
+        async def hang_but_not_found(request: web.Request, body: bytes) -> web.StreamResponse:
+            return await (not_found if b"baton-release" in body else hang)(request, body)
+
+        stack.decode[0].answer = hang_but_not_found
+        async with prefill_under_way(stack) as (writer, gate):
+            gate.set()
+            await until(lambda: stack.decode[0].received)
+            writer.close()
+            left_s = time.monotonic()
+            await until(lambda: any(is_release(received) for received in stack.decode[0].received))
+            assert time.monotonic() - left_s > 0.4
+
+
+async def test_a_client_that_leaves_during_a_long_decode_needs_no_release(stack: Stack) -> None:
+    for worker in stack.decode:
+        worker.answer = hang
+    before = await stack.metrics()
+    _, writer = await connect(stack)
+    writer.write(request_bytes(PROMPT))
+    await until(lambda: stack.decode_received)
+    await asyncio.sleep(0.5)
+    writer.close()
+    await until(lambda: all(received.gone_at for received in stack.decode_received))
+    await asyncio.sleep(0.2)
+    after = await stack.metrics()
+    names = [name for name in after if name.startswith("baton_releases_total")]
+    assert [after[name] for name in names] == [before.get(name, 0.0) for name in names]
+    assert len(stack.decode_received) == 1
 
 
 @pytest.mark.parametrize("status", [400, 422, 500, 503])

@@ -34,6 +34,7 @@ def test_the_smallest_configuration_is_the_workers() -> None:
         (WORKERS + "listen: 'unix:relative'", "listen: 'unix:relative'"),
         (WORKERS + f"listen: 'unix:/{'x' * 120}'", "107 bytes"),
         (WORKERS + "limits: {max_held_bytes: 1000}", "limits.max_held_bytes"),
+        (WORKERS + "handoff: {lease_s: 2}", "handoff.release_delay_s: not below handoff.lease_s"),
         (WORKERS + "handoff: {connector: carrier_pigeon}", "$.handoff.connector"),
         (WORKERS + "handoff: {max_age_share: 1.5}", "handoff.max_age_share: 1.5"),
         (WORKERS + "handoff: {connector: nixl_push}", "handoff.nixl_push: the prefill worker 10.0.0.1:8100 is missing"),
