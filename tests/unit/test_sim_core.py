@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from workers.sim.blocks import BlockPool
 from workers.sim.core import Core, CoreConfig, Identity, Plan, Pull, Release
@@ -355,6 +358,69 @@ def test_a_pull_does_not_take_a_running_slot() -> None:
     decode.add("local", [1, 2, 3], 1)
     decode.run()
     assert decode.ends == {"local": "length"}
+
+
+@given(st.randoms(use_true_random=False))
+@settings(max_examples=60, deadline=None)
+def test_whatever_happens_answers_are_right_and_blocks_come_back(dice: random.Random) -> None:
+    """Shared prefixes, a pool too small for all, preemptions, aborts, handoffs that are used, given back or left to expire."""
+    blocks = dice.randint(18, 40)
+    config = {"num_blocks": blocks, "max_num_batched_tokens": dice.choice((5, 16, 8192)), "max_num_seqs": dice.randint(1, 6)}
+    prefill = Bench(**config, lease_s=50.0)
+    decode = Bench(**config, decode_burst_tokens=dice.choice((1, 7)))
+    prompts: dict[str, tuple[list[int], int]] = {}
+    live: list[tuple[Bench, Sequence]] = []
+    handoffs: list[tuple[list[int], dict[str, Any]]] = []
+
+    def turn() -> None:
+        for bench in (prefill, decode):
+            bench.now_s += 1.0
+            bench.step()
+            bench.core.expire(bench.now_s)
+        for effect in decode.core.effects:
+            if isinstance(effect, Release):
+                prefill.handoffs.release(effect.params["remote_request_id"])
+                continue
+            params = effect.sequence.kv_params or {}
+            read = prefill.handoffs.read(params["remote_request_id"], effect.remote_blocks)
+            # A stale read is wrong on purpose; here it fails instead, as with a worker that is gone.
+            decode.core.pulled(effect.sequence, None if read.wrong else read.kv)
+        decode.core.effects.clear()
+        for bench, sequence in live:
+            if bench is prefill and sequence.kv_result is not None:
+                handoffs.append((sequence.prompt, sequence.kv_result))
+        live[:] = [(bench, sequence) for bench, sequence in live if sequence.status is not Status.FINISHED]
+
+    for number in range(dice.randint(5, 40)):
+        name = str(number)
+        start, length = dice.choice((100, 500)), dice.randint(1, 40)
+        prompt = [*range(start, start + length), dice.randint(0, 3)]
+        max_tokens = dice.randint(1, 20)
+        action = dice.random()
+        if action < 0.3:
+            live.append((prefill, prefill.add(name, prompt, kv_params={"do_remote_decode": True})))
+        elif action < 0.7 and handoffs:
+            prompt, params = handoffs.pop(dice.randrange(len(handoffs)))
+            live.append((decode, decode.add(name, prompt, max_tokens, kv_params=dict(params))))
+            prompts[name] = (prompt, max_tokens)
+        elif action < 0.9:
+            live.append((decode, decode.add(name, prompt, max_tokens)))
+            prompts[name] = (prompt, max_tokens)
+        elif live:
+            bench, sequence = live.pop(dice.randrange(len(live)))
+            bench.core.abort(sequence)
+        for _ in range(dice.randint(0, 4)):
+            turn()
+    for _ in range(1500):
+        if not live and not prefill.handoffs.pinned:
+            break
+        turn()
+    assert prefill.pool.free_blocks == decode.pool.free_blocks == blocks - 1
+    for name, (prompt, max_tokens) in prompts.items():
+        if decode.ends[name] == "length":
+            assert decode.text[name] == expected_text(prompt, max_tokens, mean_answer_tokens=0)
+        else:
+            assert decode.ends[name] in ("abort", "error")
 
 
 def test_a_burst_gives_the_same_answer() -> None:

@@ -405,6 +405,15 @@ async def test_a_decode_worker_publishes_the_blocks_it_pulled(http: aiohttp.Clie
 # -- the command -----------------------------------------------------------------------------------------------------------
 
 
+async def test_a_port_in_use_leaves_nothing_behind() -> None:
+    async with running(OPTIONS) as (worker, _):
+        taken = worker_options(replace(OPTIONS, workers=1, port=worker.port))[0]
+        second = Worker(taken)
+        with pytest.raises(OSError, match="in use"):
+            await second.__aenter__()
+        assert second.engine.stopped and not second.up
+
+
 def test_every_option_is_a_flag() -> None:
     options = parse(
         [

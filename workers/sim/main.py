@@ -8,6 +8,7 @@ import sys
 from contextlib import AsyncExitStack
 
 import msgspec
+import uvloop
 from aiohttp import web
 
 from workers.sim.api_control import control_app
@@ -44,9 +45,8 @@ def run(options: SimOptions) -> int:
         sys.stderr.write(f"{error}\n")
         return 2
     try:
-        import uvloop
-    except ImportError:
-        asyncio.run(serve(options))
-    else:
         uvloop.run(serve(options))
+    except OSError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
     return 0

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 VERSION = "0.32.0"
 _MAX_BODY_BYTES = 1 << 30
+_KEEP_ALIVE_S = 5.0
+"""vLLM closes an idle connection after five seconds, and a proxy has to live with that."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,11 @@ class Worker:
     # -- life --------------------------------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Worker:
-        await self.start()
+        try:
+            await self.start()
+        except BaseException:
+            await self.stop()
+            raise
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -141,7 +147,7 @@ class Worker:
         api_server.add_routes(app, self)
         api_control.add_routes(app, self, "/sim")
         self._runner = web.AppRunner(
-            app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1, keepalive_timeout=3600.0
+            app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1, keepalive_timeout=_KEEP_ALIVE_S
         )
         await self._runner.setup()
         await self._listen()
