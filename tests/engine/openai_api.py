@@ -165,12 +165,13 @@ def _messages(events: list[dict[str, Any]], headers: dict[str, str]) -> Answer:
         end = next(event for event in events if event["type"] == "message_delta")
         text = "".join(event["delta"]["text"] for event in events if event["type"] == "content_block_delta")
         stop_reason = end["delta"]["stop_reason"]
-    cached = end["usage"]["cache_read_input_tokens"]
+    usage = end["usage"]
+    cached = usage["cache_read_input_tokens"]
     return Answer(
         texts=(text,),
         finish_reason=stop_reason,
-        prompt_tokens=end["usage"]["input_tokens"] + cached,  # this API counts them apart
-        completion_tokens=end["usage"]["output_tokens"],
+        prompt_tokens=usage["input_tokens"] + usage["cache_creation_input_tokens"] + cached,  # this API counts them apart
+        completion_tokens=usage["output_tokens"],
         cached_tokens=cached,
         kv_transfer_params=end.get("kv_transfer_params"),
         headers=headers,
