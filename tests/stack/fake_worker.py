@@ -54,6 +54,16 @@ async def prefill_answer(_: web.Request, __: bytes) -> web.StreamResponse:
     return web.Response(body=body, content_type="application/json")
 
 
+def when(gate: asyncio.Event, then: Answer = prefill_answer) -> Answer:
+    """Answer as ``then`` does, but not before ``gate`` is set."""
+
+    async def answer(request: web.Request, body: bytes) -> web.StreamResponse:
+        await gate.wait()
+        return await then(request, body)
+
+    return answer
+
+
 async def decode_answer(request: web.Request, body: bytes) -> web.StreamResponse:
     if b'"stream":true' not in body.replace(b" ", b""):
         return web.json_response({"served_by": request.app[NAME]})

@@ -6,9 +6,8 @@ import asyncio
 from typing import Any
 
 import pytest
-from aiohttp import web
 
-from tests.stack.fake_worker import prefill_answer
+from tests.stack.fake_worker import when
 from tests.stack.harness import Stack
 from tests.stack.test_errors import PROMPT, answering, error_of
 from tests.stack.test_legs import post
@@ -59,16 +58,7 @@ async def test_lmcache_prefills_with_the_receiver_and_decodes_the_clients_body()
 async def test_push_sends_both_legs_at_once_under_one_id() -> None:
     async with with_connector("nixl_push") as stack:
         prefill_gate, decode_gate = asyncio.Event(), asyncio.Event()
-
-        async def slow_prefill(request: web.Request, body: bytes) -> web.StreamResponse:
-            await prefill_gate.wait()
-            return await prefill_answer(request, body)
-
-        async def slow_decode(_: web.Request, __: bytes) -> web.StreamResponse:
-            await decode_gate.wait()
-            return web.json_response({"text": "done"})
-
-        stack.prefill[0].answer, stack.decode[0].answer = slow_prefill, slow_decode
+        stack.prefill[0].answer, stack.decode[0].answer = when(prefill_gate), when(decode_gate, answering(200))
         asked = asyncio.create_task(post(stack, "/v1/completions", PROMPT, **{"x-request-id": "the-clients"}))
         await until(lambda: stack.prefill[0].received and stack.decode[0].received)
         prefill, decode = stack.prefill[0].last, stack.decode[0].last

@@ -9,7 +9,7 @@ import json
 import pytest
 from aiohttp import web
 
-from tests.stack.fake_worker import PARAMS, prefill_answer
+from tests.stack.fake_worker import PARAMS, when
 from tests.stack.harness import Stack
 from tests.stack.test_legs import post
 
@@ -188,11 +188,7 @@ async def test_bodies_that_wait_are_bounded_together() -> None:
     async with Stack(decode=1, settings={"limits": limits}) as stack:
         gate = asyncio.Event()
 
-        async def gated(request: web.Request, body: bytes) -> web.StreamResponse:
-            await gate.wait()
-            return await prefill_answer(request, body)
-
-        stack.prefill[0].answer = gated
+        stack.prefill[0].answer = when(gate)
         body = b'{"model":"m","prompt":"' + b"x" * 40_000 + b'"}'
         held = [asyncio.create_task(post(stack, "/v1/completions", body)) for _ in range(3)]
         while len(stack.prefill[0].received) < 3:
@@ -208,11 +204,7 @@ async def test_more_requests_than_may_be_open_are_told_so() -> None:
     async with Stack(decode=1, settings={"limits": {"max_streams": 2}}) as stack:
         gate = asyncio.Event()
 
-        async def gated(request: web.Request, body: bytes) -> web.StreamResponse:
-            await gate.wait()
-            return await prefill_answer(request, body)
-
-        stack.prefill[0].answer = gated
+        stack.prefill[0].answer = when(gate)
         held = [asyncio.create_task(post(stack, "/v1/completions", PROMPT)) for _ in range(2)]
         while len(stack.prefill[0].received) < 2:
             await asyncio.sleep(0.01)
@@ -226,12 +218,8 @@ async def test_more_prefills_than_may_be_in_flight_are_told_so() -> None:
     async with Stack(prefill=2, decode=1, settings={"prefill": {"max_concurrent": 1, "fallback": "aggregate"}}) as stack:
         gate = asyncio.Event()
 
-        async def gated(request: web.Request, body: bytes) -> web.StreamResponse:
-            await gate.wait()
-            return await prefill_answer(request, body)
-
         for worker in stack.prefill:
-            worker.answer = gated
+            worker.answer = when(gate)
         held = asyncio.create_task(post(stack, "/v1/completions", PROMPT))
         while not any(worker.received for worker in stack.prefill):
             await asyncio.sleep(0.01)

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from aiohttp import web
 
-from tests.stack.fake_worker import PARAMS, Received, prefill_answer
+from tests.stack.fake_worker import PARAMS, Received, prefill_answer, when
 from tests.stack.harness import Stack
 from tests.stack.test_errors import PROMPT, answering, error_of
 from tests.stack.test_legs import post
@@ -160,11 +160,7 @@ async def prefill_under_way(stack: Stack) -> AsyncIterator[tuple[asyncio.StreamW
     """A request whose prefill answers when the event is set."""
     gate = asyncio.Event()
 
-    async def gated(request: web.Request, body: bytes) -> web.StreamResponse:
-        await gate.wait()
-        return await prefill_answer(request, body)
-
-    stack.prefill[0].answer = gated
+    stack.prefill[0].answer = when(gate)
     _, writer = await connect(stack)
     writer.write(request_bytes(PROMPT))
     await until(lambda: stack.prefill[0].received)
@@ -253,11 +249,7 @@ async def test_when_the_decode_worker_goes_during_the_prefill_another_one_fetche
 async def test_when_all_decode_workers_go_during_the_prefill_the_client_is_told(stack: Stack) -> None:
     gate = asyncio.Event()
 
-    async def gated(request: web.Request, body: bytes) -> web.StreamResponse:
-        await gate.wait()
-        return await prefill_answer(request, body)
-
-    stack.prefill[0].answer = gated
+    stack.prefill[0].answer = when(gate)
     asked = asyncio.create_task(post(stack, "/v1/completions", PROMPT))
     await until(lambda: stack.prefill[0].received)
     for worker in stack.decode:
@@ -354,18 +346,10 @@ async def test_many_unused_handoffs_are_released_or_counted_as_dropped() -> None
     async with Stack(decode=1, settings=settings) as stack:
         slow = asyncio.Event()
 
-        async def slow_not_found(request: web.Request, body: bytes) -> web.StreamResponse:
-            await slow.wait()
-            return await not_found(request, body)
-
-        stack.decode[0].answer = slow_not_found
+        stack.decode[0].answer = when(slow, not_found)
         gate = asyncio.Event()
 
-        async def gated(request: web.Request, body: bytes) -> web.StreamResponse:
-            await gate.wait()
-            return await prefill_answer(request, body)
-
-        stack.prefill[0].answer = gated
+        stack.prefill[0].answer = when(gate)
         writers = []
         for _ in range(20):
             _, writer = await connect(stack)

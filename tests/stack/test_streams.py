@@ -15,7 +15,7 @@ import pytest
 from aiohttp import web
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tests.stack.fake_worker import prefill_answer
+from tests.stack.fake_worker import when
 from tests.stack.harness import Stack
 from tests.stack.test_errors import PROMPT, error_of
 from tests.stack.test_legs import post
@@ -160,10 +160,6 @@ async def test_at_sigterm_health_goes_off_open_requests_finish_and_then_the_filt
     async with Stack(decode=1) as stack:
         prefill_gate, decode_gate = asyncio.Event(), asyncio.Event()
 
-        async def slow_prefill(request: web.Request, body: bytes) -> web.StreamResponse:
-            await prefill_gate.wait()
-            return await prefill_answer(request, body)
-
         async def slow_stream(request: web.Request, _: bytes) -> web.StreamResponse:
             response = web.StreamResponse(headers={"content-type": "text/event-stream"})
             await response.prepare(request)
@@ -175,7 +171,7 @@ async def test_at_sigterm_health_goes_off_open_requests_finish_and_then_the_filt
         stack.decode[0].answer = slow_stream
         streaming = asyncio.create_task(post(stack, "/v1/completions", PROMPT))
         await until(lambda: stack.decode[0].received)
-        stack.prefill[0].answer = slow_prefill
+        stack.prefill[0].answer = when(prefill_gate)
         prefilling = asyncio.create_task(post(stack, "/v1/completions", PROMPT))
         await until(lambda: len(stack.prefill[0].received) == 2)
 
@@ -216,11 +212,7 @@ async def test_three_thousand_requests_held_in_prefill_are_no_error(stack: Stack
     many = 3000
     gate = asyncio.Event()
 
-    async def held(request: web.Request, body: bytes) -> web.StreamResponse:
-        await gate.wait()
-        return await prefill_answer(request, body)
-
-    stack.prefill[0].answer = held
+    stack.prefill[0].answer = when(gate)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(stack.base, connector=connector, timeout=aiohttp.ClientTimeout(total=150)) as http:
 
