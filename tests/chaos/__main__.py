@@ -16,7 +16,7 @@ from tests.chaos.run import Report, run
 
 def table(report: Report) -> Table:
     """What came of a run."""
-    shown = Table(title=f"Seed {report.seed}, {report.seconds:.0f} s")
+    shown = Table(title=f"Seed {report.seed}, {report.seconds:.0f} s; the longest request took {report.slowest_s:.1f} s")
     shown.add_column("")
     shown.add_column("what")
     shown.add_column("how often", justify="right")
@@ -24,7 +24,7 @@ def table(report: Report) -> Table:
         ("requests", report.outcomes),
         ("faults", report.faults),
         ("excused by a fault", report.excused),
-        ("metrics", report.metrics),
+        ("metrics since the restart", report.metrics),
     ]
     for name, counts in sections:
         for number, (what, count) in enumerate(sorted(counts.items(), key=lambda item: -item[1])):

@@ -91,8 +91,8 @@ def make(seed: int, *, requests: int, duration_s: float, prefill: int, decode: i
     # Whatever the dice say, these are part of every run.
     faults += [
         FilterFault(1.5, "stop", 1.0),
-        FilterFault(duration_s * 0.5 // 10 * 10 + 2.0, "stop", 2.6),
-        FilterFault(duration_s * 0.8 // 10 * 10 + 3.0, "restart"),
+        FilterFault(duration_s * 0.5 // 10 * 10 + 1.0, "stop", 2.6),
+        FilterFault(duration_s * 0.8 // 10 * 10 + 4.5, "restart"),
     ]
     faults.sort(key=lambda fault: fault.at_s)
     return Plan(duration_s, sorted(made, key=lambda request: request.at_s), faults)

@@ -24,6 +24,8 @@ class Report:
 
     seed: int
     seconds: float = 0.0
+    slowest_s: float = 0.0
+    """The longest request."""
     outcomes: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
     excused: Counter[str] = field(default_factory=Counter)
@@ -59,6 +61,7 @@ class Clients:
         finally:
             self.open -= 1
         outcome.ended_s = time.time()
+        self._report.slowest_s = max(self._report.slowest_s, outcome.ended_s - outcome.began_s)
         try:
             word = judge.verdict(outcome, self._world)
         except ProblemError as problem:
@@ -127,7 +130,7 @@ async def run(seed: int, *, requests: int, seconds: float, quiet: bool = False) 
         report.metrics = {
             name: value
             for name, value in (await world.stack.metrics()).items()
-            if name.startswith(("baton_fallbacks_total", "baton_releases_total", "baton_handoffs_total")) and value
+            if name.startswith(("baton_fallbacks_total", "baton_releases_total")) and value
         }
         report.log = log = world.log()
         if '"internal_error"' in log or "Traceback" in log:
