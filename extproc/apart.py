@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from functools import partial
 
 from extproc import wire
-from extproc.attempts import Ask, Prefilled
+from extproc.attempts import LAST_CHANCE_S, Ask, Prefilled
 from extproc.errors import ApiError
 from extproc.handoff import Flow, Handoff, Pair
 from extproc.headers import KV_TRANSFER_HEADER
@@ -30,10 +30,6 @@ _PERHAPS_NEVER_SENT_S = 0.25
 _STANDSTILL_S = 0.3
 """A handoff is read within a fraction of this, unless the whole process stood still."""
 
-_LAST_CHANCE_S = 0.02
-"""How long a prefill call may go on after the client has left: enough to read a reply that has come already, since the blocks
-of a reply that is not read stay pinned until their lease ends."""
-
 
 async def serve(journey: Journey, ask: Ask, decode: Endpoint) -> None:
     """Hand ``ask`` over to ``decode``. Raises ApiError, RelayedError, OverError."""
@@ -46,7 +42,7 @@ async def _one_after_the_other(journey: Journey, ask: Ask, decode: Endpoint) -> 
     # From here on the blocks are given back, unless Envoy has been told to fetch them.
     with ExitStack() as undelivered:
         undelivered.callback(journey.parts.releaser.release, prefilled.handoff)
-        if journey.parts.clock() - prefilled.since_s > _STANDSTILL_S and await journey.over_within(None, _LAST_CHANCE_S):
+        if journey.parts.clock() - prefilled.since_s > _STANDSTILL_S and await journey.over_within(None, LAST_CHANCE_S):
             # The client left while the process stood still: the reply would go into a stream that is no more.
             raise OverError(await journey.receive(Phase.PREFILL))
         decode = still_live(journey, decode, ask.model)
@@ -166,7 +162,7 @@ async def _while_there(journey: Journey, ask: Ask) -> Prefilled:
 
 async def _abandon(journey: Journey, task: asyncio.Task[Prefilled]) -> None:
     """Cancel a prefill that nobody waits for. If its reply is here already, its blocks must be given back."""
-    await asyncio.wait((task,), timeout=_LAST_CHANCE_S)
+    await asyncio.wait((task,), timeout=LAST_CHANCE_S)
     task.cancel()
     await asyncio.wait((task,))
     if not task.cancelled() and task.exception() is None:

@@ -5,9 +5,11 @@ What counts as a reason to try another worker is a table here; how one call is m
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
 
 import msgspec
 
@@ -24,6 +26,11 @@ from extproc.routing.pool import Endpoint, Pool, Role
 
 # Failures of one worker, which another may not share.
 _ANOTHER_MAY_DO = frozenset(("prefill_failed", "prefill_unreachable", "prefill_timeout", "handoff_invalid"))
+
+
+LAST_CHANCE_S = 0.02
+"""How long a prefill call goes on when nobody waits for it any more: enough to read a reply that has come already, for the blocks
+of a reply that is not read stay pinned until their lease ends."""
 
 
 class Ask(msgspec.Struct, frozen=True):
@@ -138,7 +145,7 @@ class Prefiller:
         tokenise_once = self._settings.tokenise_once
         body = ask.request.prefill_body(self._connector.prefill_params(pair), return_token_ids=tokenise_once)
         timeout_s = min(left_s, self._settings.attempt_timeout_s or left_s)
-        reply = await self._client.run(pair.prefill, ask.path, body, headers, timeout_s=timeout_s)
+        reply = await _within(timeout_s, self._client.run(pair.prefill, ask.path, body, headers))
         since_s = max(sent_s, self._pulse.not_before())
         try:
             handoff = self._connector.accept(reply, pair)
@@ -146,3 +153,19 @@ class Prefiller:
             raise ApiError("handoff_invalid", f"the prefill worker's answer cannot be handed over: {error}") from None
         token_ids = token_ids_of(reply, ask.request.treatment) if tokenise_once else None
         return Prefilled(handoff, since_s, token_ids)
+
+
+async def _within(timeout_s: float, call: Coroutine[Any, Any, bytes]) -> bytes:
+    """The reply of ``call``, also when it is here but the process stood still, so that the time is up before it is read.
+
+    Raises ApiError ``prefill_timeout``.
+    """
+    task = asyncio.ensure_future(call)
+    try:
+        for wait_s in (timeout_s, LAST_CHANCE_S):
+            done, _ = await asyncio.wait((task,), timeout=wait_s)
+            if done:
+                return task.result()
+    finally:
+        task.cancel()
+    raise ApiError("prefill_timeout", f"the prefill worker did not answer within {timeout_s:.3g} s")

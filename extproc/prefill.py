@@ -35,6 +35,7 @@ class PrefillClient:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S)
         self._session = aiohttp.ClientSession(
             connector=connector,
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._settings.connect_timeout_s),
             auto_decompress=False,
             cookie_jar=aiohttp.DummyCookieJar(),
             skip_auto_headers=("User-Agent", "Accept-Encoding"),
@@ -44,28 +45,26 @@ class PrefillClient:
     async def __aexit__(self, *_: object) -> None:
         await self._session.close()
 
-    async def run(self, worker: str, path: str, body: bytes, headers: Mapping[str, str], *, timeout_s: float) -> bytes:
-        """POST ``body`` to ``path`` of ``worker`` (``ip:port``); the body of its 200 answer, all within ``timeout_s``.
+    async def run(self, worker: str, path: str, body: bytes, headers: Mapping[str, str]) -> bytes:
+        """POST ``body`` to ``path`` of ``worker`` (``ip:port``); the body of its 200 answer.
 
-        Raises ApiError (429, 502, 504), or RelayedError for the worker's own 4xx about the request.
+        It waits as long as the caller does. Raises ApiError (429, 502, 504 of Envoy), or RelayedError for the worker's own 4xx about the request.
         """
         if self._in_flight >= self._settings.max_concurrent:
             raise ApiError("too_many_requests", f"{self._in_flight} prefill calls are in flight already")
         self._in_flight += 1
         try:
-            return await self._call(worker, path, body, headers, timeout_s)
+            return await self._call(worker, path, body, headers)
         except bounded.TooLargeError as error:
             raise ApiError("prefill_failed", f"the prefill worker's answer is {error}") from None
         except aiohttp.ConnectionTimeoutError:  # first: aiohttp's timeouts are both ClientErrors and TimeoutErrors
             raise _unreachable() from None
-        except TimeoutError:
-            raise ApiError("prefill_timeout", f"the prefill worker did not answer within {timeout_s:.3g} s") from None
         except (aiohttp.ClientError, OSError) as error:
             raise ApiError("prefill_unreachable", f"the prefill worker cannot be reached: {type(error).__name__}") from error
         finally:
             self._in_flight -= 1
 
-    async def _call(self, worker: str, path: str, body: bytes, headers: Mapping[str, str], timeout_s: float) -> bytes:
+    async def _call(self, worker: str, path: str, body: bytes, headers: Mapping[str, str]) -> bytes:
         base = f"http://{worker}" if self._via is None or self._via.path else f"http://{self._via}"
         pin = {} if self._via is None else {DESTINATION_HEADER: worker}
         async with self._session.post(
@@ -73,7 +72,6 @@ class PrefillClient:
             data=io.BytesIO(body),  # written in pieces: a large body must not hold up the event loop
             headers={**headers, "content-type": "application/json", **pin},
             allow_redirects=False,
-            timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=self._settings.connect_timeout_s),
         ) as response:
             reply = await bounded.read(response, self._settings.max_reply_bytes)
             if response.status == 200:

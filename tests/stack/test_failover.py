@@ -205,6 +205,20 @@ async def test_a_handoff_older_than_its_share_of_the_lease_is_never_used() -> No
         assert len(stack.decode[0].received) == 2
 
 
+async def test_a_reply_that_came_before_its_timeout_was_noticed_is_not_lost() -> None:
+    """The filter stood still: when it goes on, the timeout is due before the reply is read, but the reply is there."""
+    settings = {"handoff": {"lease_s": 30.0}, "prefill": {"attempt_timeout_s": 0.8}}
+    async with Stack(prefill=2, decode=1, settings=settings) as stack:
+        stack.prefill[1].answer = prefill_answer
+        async with prefill_under_way(stack) as (_, gate):
+            async with filter_stopped(stack):
+                gate.set()
+                await asyncio.sleep(1.2)
+            await until(lambda: stack.decode[0].received)
+        assert sum(len(worker.received) for worker in stack.prefill) == 1
+        assert await fallbacks(stack, "retry") == 0
+
+
 async def test_handoffs_that_are_always_too_old_end_in_an_error_not_in_a_loop() -> None:
     settings = {"handoff": {"lease_s": 0.02, "max_age_share": 0.05, "release_delay_s": 0.01}}  # 1 ms
 
