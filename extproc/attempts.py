@@ -29,8 +29,8 @@ _ANOTHER_MAY_DO = frozenset(("prefill_failed", "prefill_unreachable", "prefill_t
 
 
 LAST_CHANCE_S = 0.02
-"""How long a prefill call goes on when nobody waits for it any more: enough to read a reply that has come already, for the blocks
-of a reply that is not read stay pinned until their lease ends."""
+"""How long a prefill call goes on when nobody waits for it any more: enough to read a reply that has come already. The blocks
+of one that is not read stay pinned until their lease ends."""
 
 
 class Ask(msgspec.Struct, frozen=True):

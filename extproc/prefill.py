@@ -48,7 +48,8 @@ class PrefillClient:
     async def run(self, worker: str, path: str, body: bytes, headers: Mapping[str, str]) -> bytes:
         """POST ``body`` to ``path`` of ``worker`` (``ip:port``); the body of its 200 answer.
 
-        It waits as long as the caller does. Raises ApiError (429, 502, 504 of Envoy), or RelayedError for the worker's own 4xx about the request.
+        It waits as long as the caller does. Raises ApiError (429, 502, 504 of Envoy), or RelayedError for the worker's own 4xx
+        about the request.
         """
         if self._in_flight >= self._settings.max_concurrent:
             raise ApiError("too_many_requests", f"{self._in_flight} prefill calls are in flight already")
