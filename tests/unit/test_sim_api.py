@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import base64
+import copy
 import json
 import struct
 from collections.abc import AsyncIterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import aiohttp
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from workers.sim import tokens
+from workers.sim import api_pooling, api_tokens, prompts, tokens
+from workers.sim import fields as checks
+from workers.sim.errors import ApiError
 from workers.sim.local import running
 from workers.sim.options import SimOptions
 from workers.sim.prompts import Model, expected_answer
+from workers.sim.serving import audit
 from workers.sim.worker import Worker
 
 OPTIONS = SimOptions(port=0, speed=0, num_blocks=600, max_model_len=4096, lora_modules=("ada=/loras/ada",))
@@ -30,7 +37,7 @@ async def worker() -> AsyncIterator[Worker]:
         yield workers[0]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 async def http() -> AsyncIterator[aiohttp.ClientSession]:
     async with aiohttp.ClientSession() as session:
         yield session
@@ -547,6 +554,71 @@ async def test_a_body_that_is_no_json(http: aiohttp.ClientSession, worker: Worke
         answer = await response.json()
         assert response.status == 400
         assert message in (answer.get("detail") or answer["error"]["message"])
+
+
+KEYS = frozenset(
+    (
+        *checks.COMPLETION,
+        *checks.CHAT,
+        *prompts.RESPONSES,
+        *prompts.MESSAGES,
+        *prompts.GENERATE,
+        *("input", "system", "role", "content", "type", "text", "function", "name", "tool_calls", "query", "documents"),
+        *("queries", "include_usage", "prompt_token_ids", "budget_tokens", "output_config", "effort", "item", "tokens"),
+    )
+)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 1 << 70) | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(sorted(KEYS)), inner, max_size=4),
+    max_leaves=12,
+)
+VALID: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "x", "max_tokens": 2},
+    "/v1/chat/completions": {"messages": USER, "max_tokens": 2},
+    "/v1/chat/completions/batch": {"messages": [USER], "max_tokens": 2},
+    "/v1/responses": {"input": [{"role": "user", "content": "x"}], "max_output_tokens": 2},
+    "/v1/messages": {"model": NAME, "messages": USER, "max_tokens": 2},
+    "/inference/v1/generate": {"token_ids": [5], "sampling_params": {"max_tokens": 2}},
+}
+
+
+@pytest.mark.parametrize("path", VALID)
+@given(changes=st.dictionaries(st.sampled_from(sorted(KEYS)), JSON, max_size=4))
+@settings(max_examples=60, deadline=None)
+def test_any_body_is_answered_or_refused(path: str, changes: dict[str, Any]) -> None:
+    check, prepare = prompts.ENDPOINTS[path]
+    for body in (changes, {**VALID[path], **changes}):
+        try:
+            prepared = prepare(check(copy.deepcopy(body)), MODEL)
+        except ApiError as error:
+            assert error.status in (400, 404)
+            json.dumps(error.body())
+        else:
+            assert prepared.rules and all(rules.max_tokens > 0 for rules in prepared.rules)
+            audit(body, lambda kind, _: None)
+
+
+@pytest.mark.parametrize(
+    ("work", "valid"),
+    [
+        (api_tokens.tokenize, {"prompt": "x"}),
+        (api_tokens.detokenize, {"tokens": [5]}),
+        (api_pooling.embeddings, {"input": "x"}),
+        (api_pooling.score, {"queries": "x", "documents": ["y"]}),
+        (api_pooling.rerank, {"query": "x", "documents": ["y"]}),
+    ],
+)
+@given(changes=st.dictionaries(st.sampled_from(sorted(KEYS)), JSON, max_size=4))
+@settings(max_examples=60, deadline=None)
+def test_any_body_is_answered_or_refused_where_nothing_is_generated(
+    work: api_tokens.Work, valid: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    stub = cast("Worker", SimpleNamespace(model=MODEL))
+    for body in (changes, {**valid, **changes}):
+        try:
+            json.dumps(work(stub, copy.deepcopy(body)))
+        except ApiError as error:
+            assert error.status in (400, 404)
 
 
 async def test_another_content_type_is_refused(http: aiohttp.ClientSession, worker: Worker) -> None:

@@ -415,6 +415,7 @@ def test_whatever_happens_answers_are_right_and_blocks_come_back(dice: random.Ra
         if not live and not prefill.handoffs.pinned:
             break
         turn()
+    assert not live, "a deadlock"
     assert prefill.pool.free_blocks == decode.pool.free_blocks == blocks - 1
     for name, (prompt, max_tokens) in prompts.items():
         if decode.ends[name] == "length":

@@ -71,8 +71,10 @@ def embedding(token_ids: list[int]) -> list[float]:
     return [x / norm for x in raw]
 
 
-def _texts(value: Any) -> list[str]:
-    return [value] if isinstance(value, str) else [str(entry) for entry in value]
+def _texts(value: Any, loc: str, problems: checks.Problems) -> Any:
+    if isinstance(value, str):
+        return [value]
+    return checks.listing(checks.string)(value, loc, problems)
 
 
 def _similarity(first: str, second: str) -> float:
@@ -83,9 +85,9 @@ def _similarity(first: str, second: str) -> float:
 def score(worker: Worker, value: Any) -> dict[str, Any]:
     """How alike texts are: one with each of many, or pair by pair."""
     names = next((pair for pair in _PAIRS if isinstance(value, dict) and all(key in value for key in pair)), _PAIRS[0])
-    body = checks.checked(value, {"model": checks.optional(checks.string)}, names)
+    body = checks.checked(value, {"model": checks.optional(checks.string), **dict.fromkeys(names, _texts)}, names)
     name, _ = prompts.model_of(body.get("model"), worker.model)
-    first, second = (_texts(body[key]) for key in names)
+    first, second = (body[key] for key in names)
     if len(first) == 1:
         first *= len(second)
     if len(first) != len(second):

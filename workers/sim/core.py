@@ -209,10 +209,11 @@ class Core:
             budget -= tokens
             index += 1
         while self.waiting and budget > 0 and len(self.running) < self.config.max_num_seqs:
-            sequence = self.waiting[0]
-            if not self._admit(sequence, now_s):
+            ready = self._next_waiting(now_s)
+            if ready is None:
                 break
-            self.waiting.popleft()
+            sequence = ready
+            self.waiting.remove(sequence)
             if sequence.status is Status.PULLING:
                 continue
             sequence.status = Status.RUNNING
@@ -271,6 +272,15 @@ class Core:
         self.counters.preemptions += 1
         self.waiting.appendleft(victim)
         return False
+
+    def _next_waiting(self, now_s: float) -> Sequence | None:
+        """The first in the queue; if there are no blocks for it, the first that has its blocks already (its pull is over).
+
+        Without the second rule a sequence that waits for blocks could wait for one behind it, and that one for it.
+        """
+        if self._admit(self.waiting[0], now_s):
+            return self.waiting[0]
+        return next((sequence for sequence in self.waiting if sequence.blocks), None)
 
     def _admit(self, sequence: Sequence, now_s: float) -> bool:
         """Give a waiting sequence its blocks; False if there are not enough."""

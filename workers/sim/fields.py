@@ -81,22 +81,22 @@ def _decode_slowly(body: bytes) -> Any:
     raise AssertionError
 
 
-def checked(value: Any, table: Mapping[str, Check], required: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The fields of a body, converted. Raises ApiError."""
+def checked(value: Any, table: Mapping[str, Check], required: tuple[str, ...] = (), *, loc: str = "body") -> dict[str, Any]:
+    """The fields of a body, or of the object at ``loc`` in it, converted. Raises ApiError."""
     problems = Problems()
     if value is None:
-        problems.add("missing", "body", "Field required", None)
+        problems.add("missing", loc, "Field required", None)
     elif not isinstance(value, dict):
         message = "Input should be a valid dictionary or object to extract fields from"
-        problems.add("model_attributes_type", "body", message, value)
+        problems.add("model_attributes_type", loc, message, value)
     problems.raise_if_any()
     fields = dict(value)
     for key in required:
         if key not in fields:
-            problems.add("missing", f"body.{key}", "Field required", value)
+            problems.add("missing", f"{loc}.{key}", "Field required", value)
     for key, check in table.items():
         if key in fields:
-            fields[key] = check(fields[key], f"body.{key}", problems)
+            fields[key] = check(fields[key], f"{loc}.{key}", problems)
     problems.raise_if_any()
     return fields
 
@@ -308,7 +308,7 @@ def response_format(value: Any, loc: str, problems: Problems) -> Any:
 
 _INT64 = (-(1 << 63), (1 << 63) - 1)
 
-_SAMPLING: dict[str, Check] = {
+SAMPLING: dict[str, Check] = {
     "model": optional(string),
     "frequency_penalty": optional(number),
     "presence_penalty": optional(number),
@@ -347,7 +347,7 @@ _SAMPLING: dict[str, Check] = {
 }
 
 COMPLETION: dict[str, Check] = {
-    **_SAMPLING,
+    **SAMPLING,
     "prompt": optional(prompt),
     "max_tokens": optional(integer()),
     "n": integer(),
@@ -358,7 +358,7 @@ COMPLETION: dict[str, Check] = {
 }
 
 CHAT: dict[str, Check] = {
-    **_SAMPLING,
+    **SAMPLING,
     "messages": listing(mapping),
     "max_tokens": optional(integer()),
     "max_completion_tokens": optional(integer()),

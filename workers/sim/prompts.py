@@ -264,7 +264,13 @@ def _forwarded_ids(body: dict[str, Any]) -> list[int] | None:
 
 # -- responses -------------------------------------------------------------------------------------------------------------
 
+_RESPONSES_SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("seed", "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output"),
+)
+
 RESPONSES: dict[str, checks.Check] = {
+    **{key: checks.SAMPLING[key] for key in _RESPONSES_SAMPLING},
     "model": checks.optional(checks.string),
     "background": checks.optional(checks.boolean),
     "instructions": checks.optional(checks.string),
@@ -273,17 +279,12 @@ RESPONSES: dict[str, checks.Check] = {
     "previous_response_id": checks.optional(checks.string),
     "store": checks.optional(checks.boolean),
     "stream": checks.optional(checks.boolean),
-    "temperature": checks.optional(checks.number),
-    "top_p": checks.optional(checks.number),
-    "top_k": checks.optional(checks.integer()),
     "tools": checks.listing(checks.mapping),
     "truncation": checks.optional(checks.one_of("auto", "disabled")),
     "reasoning": checks.optional(checks.mapping),
     "text": checks.optional(checks.mapping),
     "request_id": checks.string,
     "cache_salt": checks.optional(checks.string),
-    "ignore_eos": checks.boolean,
-    "stop": checks.optional(checks.stop_strings),
     "metadata": checks.optional(checks.mapping),
     "chat_template_kwargs": checks.optional(checks.mapping),
     "kv_transfer_params": checks.optional(checks.mapping),
@@ -292,7 +293,7 @@ RESPONSES: dict[str, checks.Check] = {
 }
 
 
-def _response_input(value: Any, loc: str, problems: checks.Problems) -> Any:
+def _text_or_blocks(value: Any, loc: str, problems: checks.Problems) -> Any:
     if isinstance(value, str | list):
         return value
     problems.add("string_type", loc, "Input should be a valid string", value)
@@ -306,7 +307,7 @@ def responses_fields(body: Any) -> dict[str, Any]:
         sampling.check_salt(body)
         if body.get("background") and body.get("store", True) is False:
             raise invalid("background can only be used when `store` is true", "background")
-    return checks.checked(body, {**RESPONSES, "input": _response_input}, ("input",))
+    return checks.checked(body, {**RESPONSES, "input": _text_or_blocks}, ("input",))
 
 
 def responses_messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -354,7 +355,8 @@ def prepare_responses(body: dict[str, Any], model: Model) -> Prepared:
             kind="invalid_request_error",
             param="input",
         )
-    rules = sampling.answer_rules(body, max_tokens=body.get("max_output_tokens"), room=model.max_model_len - len(ids))
+    known = {key: body[key] for key in _RESPONSES_SAMPLING if key in body}
+    rules = sampling.answer_rules(known, max_tokens=body.get("max_output_tokens"), room=model.max_model_len - len(ids))
     return Prepared(
         fields=body,
         model=name,
@@ -379,9 +381,8 @@ def _message(value: Any, loc: str, problems: checks.Problems) -> Any:
             problems.add("missing", f"{loc}.{key}", "Field required", value)
     if "role" in value:
         checks.one_of("user", "assistant", "system")(value["role"], f"{loc}.role", problems)
-    if "content" in value and not isinstance(value["content"], str | list):
-        problems.add("string_type", f"{loc}.content", "Input should be a valid string", value["content"])
-        problems.add("list_type", f"{loc}.content", "Input should be a valid list", value["content"])
+    if "content" in value:
+        _text_or_blocks(value["content"], f"{loc}.content", problems)
     return value
 
 
@@ -405,6 +406,7 @@ MESSAGES: dict[str, checks.Check] = {
     "model": _served_model,
     "messages": checks.listing(_message),
     "max_tokens": _positive,
+    "system": checks.optional(_text_or_blocks),
     "metadata": checks.optional(checks.mapping),
     "stop_sequences": checks.optional(checks.listing(checks.string)),
     "stream": checks.optional(checks.boolean),
@@ -479,6 +481,8 @@ def messages_as_chat(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _block_text(blocks: Any) -> str:
+    if not isinstance(blocks, list):
+        return ""
     return "".join(str(block.get("text", "")) for block in blocks if isinstance(block, dict) and block.get("type") == "text")
 
 
@@ -501,7 +505,7 @@ def _convert_blocks(role: str, blocks: list[Any], messages: list[dict[str, Any]]
             )
         elif kind == "tool_result":
             content = block.get("content")
-            result = content if isinstance(content, str) else _block_text(content or ())
+            result = content if isinstance(content, str) else _block_text(content)
             messages.append({"role": "tool", "tool_call_id": block.get("tool_use_id") or "", "content": result})
     if not parts and not calls and not thoughts:
         return
@@ -553,7 +557,10 @@ def generate_fields(body: Any) -> dict[str, Any]:
     """A body of /inference/v1/generate, checked. Raises ApiError."""
     if isinstance(body, dict):
         sampling.check_salt(body)
-    return checks.checked(body, GENERATE, ("token_ids", "sampling_params"))
+    fields = checks.checked(body, GENERATE, ("token_ids", "sampling_params"))
+    table = {**checks.COMPLETION, "extra_args": checks.optional(checks.mapping)}
+    fields["sampling_params"] = checks.checked(fields["sampling_params"], table, loc="body.sampling_params")
+    return fields
 
 
 def prepare_generate(body: dict[str, Any], model: Model) -> Prepared:
@@ -565,10 +572,10 @@ def prepare_generate(body: dict[str, Any], model: Model) -> Prepared:
     _check_ids(ids)
     sampling.check_length(len(ids), model.max_model_len)
     room = model.max_model_len - len(ids)
-    stop = params.get("stop")
-    known = {**params, "stop": [stop] if isinstance(stop, str) else stop}
-    rules = sampling.answer_rules(known, max_tokens=params.get("max_tokens"), room=room)
-    extra = params.get("extra_args") or {}
+    rules = sampling.answer_rules(params, max_tokens=params.get("max_tokens"), room=room)
+    smuggled = (params.get("extra_args") or {}).get("kv_transfer_params")
+    if not isinstance(smuggled, dict):
+        smuggled = None
     return Prepared(
         fields=body,
         model=name,
@@ -578,7 +585,7 @@ def prepare_generate(body: dict[str, Any], model: Model) -> Prepared:
         n=sampling.check_n(params),
         **_stream_flags(body),
         logprobs=params.get("logprobs"),
-        kv_params=body.get("kv_transfer_params") or extra.get("kv_transfer_params"),
+        kv_params=body.get("kv_transfer_params") or smuggled,
     )
 
 

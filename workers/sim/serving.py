@@ -151,9 +151,13 @@ def audit(body: Any, count: Callable[[str, str], None]) -> None:
     if not isinstance(body, dict):
         return
     params = body.get("kv_transfer_params")
-    extra = body.get("vllm_xargs")
-    if isinstance(extra, dict) and ("kv_transfer_params" in extra or "ec_transfer_params" in extra):
-        count("smuggled_params", "vllm_xargs")
+    sampling = body.get("sampling_params")
+    for name, extra in (
+        ("vllm_xargs", body.get("vllm_xargs")),
+        ("sampling_params.extra_args", sampling.get("extra_args") if isinstance(sampling, dict) else None),
+    ):
+        if isinstance(extra, dict) and ("kv_transfer_params" in extra or "ec_transfer_params" in extra):
+            count("smuggled_params", name)
     if not isinstance(params, dict) or not params:
         return
     leg = phase_of(body)

@@ -18,7 +18,7 @@ ROUTER_KINDS = {
     "streamed_prefill": "a prefill was streamed: its reply carries no handoff and its blocks stay pinned",
     "min_tokens_above_cap": "a prefill asked for more tokens than its cap",
     "several_sequences": "n > 1 or a list of prompts came with kv_transfer_params",
-    "smuggled_params": "vllm_xargs carry transfer keys",
+    "smuggled_params": "transfer keys came in vllm_xargs or in extra_args of the sampling parameters",
     "leaked_blocks": "pinned blocks were freed by nothing but the end of their lease, and no decode worker ever asked for them",
 }
 """What a router must never cause."""
