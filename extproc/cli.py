@@ -129,7 +129,7 @@ def sim_engine(context: typer.Context) -> None:
     from workers.sim.__main__ import parse
     from workers.sim.main import run
 
-    raise typer.Exit(run(parse(context.args)))
+    raise typer.Exit(run(parse(context.args, prog="baton sim-engine")))
 
 
 @app.command(
