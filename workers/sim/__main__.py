@@ -9,7 +9,6 @@ from typing import Any
 
 from workers.sim.main import SimOptions, run
 
-
 _EXAMPLES = """examples:
   %(prog)s                                          one worker on port 8100
   %(prog)s --workers 8 --speed 0 --control-port 8099   eight of them on ports 8100 to 8107, without waiting
