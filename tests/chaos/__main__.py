@@ -24,7 +24,7 @@ def table(report: Report) -> Table:
         ("requests", report.outcomes),
         ("faults", report.faults),
         ("excused by a fault", report.excused),
-        ("metrics since the restart", report.metrics),
+        ("metrics", report.metrics),
     ]
     for name, counts in sections:
         for number, (what, count) in enumerate(sorted(counts.items(), key=lambda item: -item[1])):

@@ -189,7 +189,9 @@ def _excuse(world: World, sim: str, violation: dict[str, Any], ids: set[str], ar
     outcome = world.outcomes.get(pinning.prompt) if pinning is not None else None
     if pinning is None or outcome is None or came:
         return None
-    if outcome.left and 0.0 < pinning.at_s - outcome.ended_s < _RACE_S:
+    # A filter that stands still sees it when it goes on.
+    stops_s = [t.to_s for t in world.troubles if t.kind == "filter stands still" and t.to_s <= pinning.at_s]
+    if outcome.left and 0.0 < pinning.at_s - max(outcome.ended_s, *stops_s, 0.0) < _RACE_S:
         return "leaked: the client left as its prefill ended"
     if outcome.broken or outcome.status not in (None, 200):
         restarted = world.troubled(pinning.at_s, at_s, kinds=("filter restarted",))

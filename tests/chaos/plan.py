@@ -80,7 +80,16 @@ def make(seed: int, *, requests: int, duration_s: float, prefill: int, decode: i
     """The same for the same arguments, on every machine."""
     dice = random.Random(seed)
     prefixes = [_prose(dice, dice.randint(40, 250)) for _ in range(12)]
-    made = [_request(dice, prefixes, dice.uniform(0.0, duration_s)) for _ in range(requests)]
+    # Whatever the dice say, these are part of every run.
+    always = [
+        FilterFault(1.5, "stop", 1.3),
+        FilterFault(duration_s * 0.5 // 10 * 10 + 1.0, "stop", 2.3),
+        FilterFault(duration_s * 0.8 // 10 * 10 + 4.5, "restart"),
+    ]
+    # A prefill takes some milliseconds: these are under way when the filter stands still.
+    times = [fault.at_s - dice.uniform(0.0, 0.04) for fault in always for _ in range(10)]
+    times += [dice.uniform(0.0, duration_s) for _ in range(requests - len(times))]
+    made = [_request(dice, prefixes, at_s) for at_s in times]
     faults: list[WorkerFault | FilterFault] = []
     at_s = 1.0
     while at_s < duration_s - 1.0:
@@ -88,12 +97,7 @@ def make(seed: int, *, requests: int, duration_s: float, prefill: int, decode: i
         if at_s % 10.0 < 5.5:
             faults.append(_fault(dice, at_s, prefill, decode))
         at_s += dice.uniform(0.1, 0.8)
-    # Whatever the dice say, these are part of every run.
-    faults += [
-        FilterFault(1.5, "stop", 1.0),
-        FilterFault(duration_s * 0.5 // 10 * 10 + 1.0, "stop", 2.6),
-        FilterFault(duration_s * 0.8 // 10 * 10 + 4.5, "restart"),
-    ]
+    faults += always
     faults.sort(key=lambda fault: fault.at_s)
     return Plan(duration_s, sorted(made, key=lambda request: request.at_s), faults)
 
@@ -278,6 +282,6 @@ def _fault(dice: random.Random, at_s: float, prefill: int, decode: int) -> Worke
         after_chunks=dice.choice((0, 1, 3, 8)),
         factor=dice.choice((2.0, 6.0)),
         # Longer, and a decode worker would sit on a handoff beyond its lease, which no router can see.
-        delay_s=round(dice.uniform(0.0, 0.8), 3),
+        delay_s=round(dice.uniform(0.0, 0.5), 3),
     )
     return WorkerFault(at_s, worker, fault)

@@ -105,7 +105,14 @@ async def run(seed: int, *, requests: int, seconds: float, quiet: bool = False) 
     """Carry out the plan of a seed."""
     report = Report(seed)
     made = plan.make(seed, requests=requests, duration_s=seconds, prefill=PREFILL, decode=DECODE)
-    settings = {"prefill": {"fallback": ("fail", "aggregate")[seed % 2], "tokenise_once": seed % 4 < 2}}
+    settings = {
+        "prefill": {
+            "fallback": ("fail", "aggregate")[seed % 2],
+            "tokenise_once": seed % 4 < 2,
+            # Without one, a handoff that is read after its lease is not cut short by a timeout of the call.
+            "attempt_timeout_s": (1.0, 1.0, None)[seed % 3],
+        }
+    }
     began = time.monotonic()
     async with World(PREFILL, DECODE, settings) as world:
         clients = Clients(world, report)
@@ -127,11 +134,8 @@ async def run(seed: int, *, requests: int, seconds: float, quiet: bool = False) 
         report.problems += problems
         report.excused.update(excused)
         report.faults.update(world.hits)
-        report.metrics = {
-            name: value
-            for name, value in (await world.stack.metrics()).items()
-            if name.startswith(("baton_fallbacks_total", "baton_releases_total")) and value
-        }
+        await world.count()
+        report.metrics = world.counters
         report.log = log = world.log()
         if '"internal_error"' in log or "Traceback" in log:
             lines = [line for line in log.splitlines() if '"internal_error"' in line or "Traceback" in line]

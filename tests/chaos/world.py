@@ -22,8 +22,8 @@ from tests.chaos.plan import MODEL, FilterFault, WorkerFault
 from workers.ready import free_ports
 from workers.sim.main import SimOptions
 
-LEASE_S = 3.0
-HUNG_S = 16.0
+LEASE_S = 2.0
+HUNG_S = 25.0
 """Prefill deadline and Envoy's idle timeout are over by far then."""
 
 OPTIONS = SimOptions(
@@ -40,8 +40,8 @@ OPTIONS = SimOptions(
 )
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "prefill": {"timeout_s": 3.0, "attempt_timeout_s": 1.0, "connect_timeout_s": 0.5, "retries": 2},
-    "handoff": {"lease_s": LEASE_S, "max_age_share": 0.5, "release_timeout_s": 1.0, "release_delay_s": 1.0},
+    "prefill": {"timeout_s": 6.0, "attempt_timeout_s": 1.0, "connect_timeout_s": 0.5, "retries": 2},
+    "handoff": {"lease_s": LEASE_S, "max_age_share": 0.5, "release_timeout_s": 1.0, "release_delay_s": 0.7},
     "health": {"interval_s": 0.2, "timeout_s": 1.0, "unhealthy_threshold": 2},
     "drain": {"delay_s": 0.5, "timeout_s": 2.0},
 }
@@ -149,7 +149,7 @@ class World:
         self.stack = SimStack(prefill=self.prefill, decode=self.decode, options=OPTIONS, settings=merged)
         # An idle timeout is what ends a request whose decode worker hangs.
         envoy = self.stack.config.envoy
-        self.stack.config = _with(self.stack.config, envoy=_with(envoy, idle_timeout_s=4.0))
+        self.stack.config = _with(self.stack.config, envoy=_with(envoy, idle_timeout_s=7.0))
         for role in ("prefill", "decode"):
             setattr(self.stack, role, [ChaosSim(s.name, s.port, s.options) for s in getattr(self.stack, role)])
         self.troubles: list[Trouble] = []
@@ -157,7 +157,9 @@ class World:
         self.outcomes: dict[str, Any] = {}
         """prompt_of a request -> what came of it."""
         self.hits: dict[str, int] = {}
+        self.counters: dict[str, float] = {}
         self.filter_logs: list[str] = []
+        self._standing = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -199,12 +201,15 @@ class World:
 
     async def _filter(self, planned: FilterFault) -> None:
         if planned.kind == "stop":
-            self.note("filter stands still", "filter", planned.duration_s + 0.5)
+            self.note("filter stands still", "filter", planned.duration_s)
+            self._standing += 1
             self._signal(signal.SIGSTOP)
             try:
                 await asyncio.sleep(planned.duration_s)
             finally:
-                self._signal(signal.SIGCONT)
+                self._standing -= 1
+                if not self._standing:
+                    self._signal(signal.SIGCONT)
             return
         began_s = time.time()
         self.hits["filter restarted"] = self.hits.get("filter restarted", 0) + 1
@@ -212,6 +217,7 @@ class World:
         # Until it is gone and Envoy has found the new one, requests may be turned away.
         index = len(self.troubles)
         self.troubles.append(Trouble("filter restarted", "filter", began_s, began_s + 60.0))
+        await self.count()
         await asyncio.to_thread(old.stop)
         self.filter_logs.append(old.log.read_text(encoding="utf-8", errors="replace"))
         config = self.stack.directory / "baton.yaml"
@@ -242,6 +248,13 @@ class World:
     async def _all_live(self) -> bool:
         live = {name: value for name, value in (await self.stack.metrics()).items() if name.startswith("baton_endpoint_live")}
         return sum(live.values()) == len(self.sims)
+
+    async def count(self) -> None:
+        """Keep the filter's counters, which end with it."""
+        names = ("baton_fallbacks_total", "baton_releases_total", "baton_client_keys_removed_total")
+        for name, value in (await self.stack.metrics()).items():
+            if name.startswith(names) and value:
+                self.counters[name] = self.counters.get(name, 0.0) + value
 
     def troubled(self, from_s: float, to_s: float, *, where: str | None = None, kinds: tuple[str, ...] = ()) -> bool:
         """Whether something was wrong then (there, of these kinds)."""
