@@ -91,6 +91,18 @@ async def test_a_status(http: aiohttp.ClientSession, pair: list[Worker]) -> None
     assert await right(http, pair[0])
 
 
+async def test_refusing_closes_idle_connections_so_that_nobody_sends_into_them(pair: list[Worker]) -> None:
+    host, _, port = pair[0].url.removeprefix("http://").partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n")
+    assert (await reader.readuntil(b"}")).startswith(b"HTTP/1.1 200")
+    async with aiohttp.ClientSession() as http:
+        await inject(http, pair[0], kind="refuse", count=1)
+    with pytest.raises((ConnectionResetError, asyncio.IncompleteReadError)):
+        await asyncio.wait_for(reader.readexactly(1), 2)
+    writer.close()
+
+
 async def test_a_refused_connection(http: aiohttp.ClientSession, pair: list[Worker]) -> None:
     assert await right(http, pair[0])
     await inject(http, pair[0], kind="refuse", count=1)

@@ -213,9 +213,9 @@ class Worker:
         if self._runner is None or self._runner.server is None:
             return
         for connection in tuple(self._runner.server.connections):
-            if idle_only:
-                connection.close()
-            elif connection.transport is not None:
+            # aiohttp's own close() ends the handler and leaves the socket open: a client would send into it and wait for ever.
+            busy = connection._current_request is not None
+            if connection.transport is not None and not (idle_only and busy):
                 connection.transport.abort()
 
     def _protocol(self) -> asyncio.BaseProtocol:
