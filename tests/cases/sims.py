@@ -111,6 +111,10 @@ class SimStack(Stack):
     def pinned(self) -> int:
         return sum(sim.worker.engine.state()["pinned_blocks"] for sim in self.sims)
 
+    def pulled(self) -> int:
+        """Prompt tokens whose KV came from a prefill worker."""
+        return sum(sim.worker.engine.core.counters.pulled_tokens for sim in self.sims)
+
     async def released(self, timeout_s: float) -> bool:
         """Whether no block is pinned any more, at the latest after ``timeout_s``."""
         try:

@@ -187,11 +187,14 @@ def _excuse(world: World, sim: str, violation: dict[str, Any], ids: set[str], ar
             return "leaked: the decode worker failed with it"
     pinning = next((p for s in world.sims if (p := s.pinnings.get(violation["request_id"]))), None)
     outcome = world.outcomes.get(pinning.prompt) if pinning is not None else None
+    stops = [trouble for trouble in world.troubles if trouble.kind == "filter stands still"]
+    if pinning is not None and any(stop.from_s < pinning.at_s + 0.2 and stop.to_s > at_s - 0.4 for stop in stops):
+        return "leaked: the filter stood still as long as the lease"
     if pinning is None or outcome is None or came:
         return None
     # A filter that stands still sees it when it goes on.
-    stops_s = [t.to_s for t in world.troubles if t.kind == "filter stands still" and t.to_s <= pinning.at_s]
-    if outcome.left and 0.0 < pinning.at_s - max(outcome.ended_s, *stops_s, 0.0) < _RACE_S:
+    seen_s = max([outcome.ended_s, *(stop.to_s for stop in stops if stop.to_s <= pinning.at_s)])
+    if outcome.left and 0.0 < pinning.at_s - seen_s < _RACE_S:
         return "leaked: the client left as its prefill ended"
     if outcome.broken or outcome.status not in (None, 200):
         restarted = world.troubled(pinning.at_s, at_s, kinds=("filter restarted",))

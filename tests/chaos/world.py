@@ -19,7 +19,6 @@ from aiohttp import web
 
 from tests.cases.sims import RecordingSim, SimStack
 from tests.chaos.plan import MODEL, FilterFault, WorkerFault
-from workers.ready import free_ports
 from workers.sim.main import SimOptions
 
 LEASE_S = 2.0
@@ -95,16 +94,16 @@ class ChaosSim(RecordingSim):
     """An engine that can be replaced by a new process's, and that notes which handoffs came to it."""
 
     def __post_init__(self) -> None:
-        self.options = replace(self.options, side_channel_port=free_ports(1)[0])
+        super().__post_init__()
         self.arrivals: dict[str, list[Arrival]] = {}
         self.pinnings: dict[str, Pinning] = {}
         self.reports: list[dict[str, Any]] = []
         self.engine_ids: set[str] = set()
-        super().__post_init__()
 
     async def again(self) -> None:
         """The process ends and another one starts at the same address, and knows nothing of this one."""
         self.collect()
+        self.options = replace(self.options, side_channel_port=self.worker.engine.server.port)
         await self.worker.stop()
         super().__post_init__()
         await self.__aenter__()
