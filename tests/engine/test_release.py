@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import random
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from urllib.parse import urlsplit
@@ -21,6 +22,8 @@ from tests.engine.openai_api import PATHS, Endpoint, ask, body_of
 from tests.engine.system import System, forget_prefixes
 
 RELEASED_WITHIN_S = 3.0
+STANDSTILL_S = 0.6
+"""After so long the filter knows that it stood still, and looks whether the client is there before it hands over."""
 ENDPOINTS: list[Endpoint] = ["chat", "completions", "responses", "messages"]
 TEXT = " ".join(f"Wagon {number} carries {number * 53 % 97} barrels." for number in range(30))
 
@@ -34,16 +37,20 @@ def own_front(system: System) -> Iterator[Front]:
 
 @pytest.fixture(autouse=True)
 def nothing_expires(system: System) -> Iterator[None]:
-    """Neither worker has blocks in use before or after a test, and none were freed by the end of a lease."""
+    """Neither worker has blocks in use before or after a test, and none are freed by the end of a lease."""
     urls = (system.prefill_url, system.decode_url)
     until(lambda: all(kv_usage(url) == 0 for url in urls))
     forget_prefixes(*urls)
+    before = [faults(url) for url in urls]
     yield
-    for url in urls:
-        until(lambda url=url: kv_usage(url) == 0)
-        samples = scrape(url)
-        for name in ("kv_expired_reqs", "failed_notifications", "failed_transfers"):
-            assert samples.total(f"vllm:nixl_num_{name}_total") == 0, name
+    until(lambda: all(kv_usage(url) == 0 for url in urls))
+    assert [faults(url) for url in urls] == before
+
+
+def faults(url: str) -> dict[str, float]:
+    samples = scrape(url)
+    names = ("kv_expired_reqs", "failed_notifications", "failed_transfers")
+    return {name: samples.total(f"vllm:nixl_num_{name}_total") for name in names}
 
 
 class Client:
@@ -101,11 +108,13 @@ def test_a_client_that_leaves_between_prefill_and_decode(system: System, own_fro
         client = Client(own_front.url, endpoint, body_of(endpoint, TEXT))
         until(lambda: upstream(own_front, "prefill") == 1)
         with own_front.filter_stopped():
+            stopped_at_s = time.monotonic()
             prefill_held.close()
             until(lambda: upstream(own_front, "prefill") == 0)  # the reply waits for the filter
             client.leave()
             until(lambda: own_front.clients() == 0)
             until(lambda: kv_usage(system.prefill_url) > 0)  # nobody has freed the blocks
+            until(lambda: time.monotonic() - stopped_at_s > STANDSTILL_S)
     until(lambda: kv_usage(system.prefill_url) == 0, RELEASED_WITHIN_S)
     until(lambda: moved(own_front, before, "baton_releases_total") > 0)
     assert moved(own_front, before, "baton_releases_total", outcome="released") == 1
@@ -130,6 +139,7 @@ def test_a_client_that_leaves_during_the_prefill(system: System, own_front: Fron
         client = Client(own_front.url, "completions", body_of("completions", ours))
         until(lambda: upstream(own_front, "prefill") == 1)
     other.read_until(b'"usage"', 1)
+    other.leave()
     with stopped(system.computer(system.prefill_url)):
         assert own_front.metrics().total("baton_prefills_in_flight") == 1
         client.leave()
@@ -157,7 +167,7 @@ def test_a_client_that_leaves_before_its_prefill_has_begun(system: System, own_f
     assert_both_serve(system, own_front)
 
 
-@pytest.mark.parametrize("endpoint", ENDPOINTS)
+@pytest.mark.parametrize("endpoint", ["chat", "responses"])
 def test_a_client_that_leaves_before_the_decode_worker_has_fetched(
     system: System, own_front: Front, endpoint: Endpoint
 ) -> None:
@@ -177,7 +187,7 @@ def test_a_client_that_leaves_before_the_decode_worker_has_fetched(
     assert_both_serve(system, own_front)
 
 
-@pytest.mark.parametrize("endpoint", ENDPOINTS)
+@pytest.mark.parametrize("endpoint", ["completions", "messages"])
 def test_a_client_that_leaves_during_the_answer(system: System, own_front: Front, endpoint: Endpoint) -> None:
     """The decode worker stops; left alone it would go on for some fifteen seconds."""
     before = scrape(system.decode_url)
