@@ -179,11 +179,7 @@ def _excuse(world: World, sim: str, violation: dict[str, Any], ids: set[str], ar
         return "leaked: nobody could reach the side channel"
     came = arrivals.get(violation["request_id"], [])
     for arrival in came:
-        if (
-            not arrival.release
-            and arrival.end == "cut"
-            and world.troubled(from_s, at_s, where=arrival.worker, kinds=_DECODE_FAULTS)
-        ):
+        if arrival.end == "cut" and world.troubled(from_s, at_s, where=arrival.worker, kinds=_DECODE_FAULTS):
             return "leaked: the decode worker failed with it"
     pinning = next((p for s in world.sims if (p := s.pinnings.get(violation["request_id"]))), None)
     outcome = world.outcomes.get(pinning.prompt) if pinning is not None else None
