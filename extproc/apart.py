@@ -46,7 +46,7 @@ async def _one_after_the_other(journey: Journey, ask: Ask, decode: Endpoint) -> 
             # The client left while the process stood still: the reply would go into a stream that is no more.
             raise OverError(await journey.receive(Phase.PREFILL))
         decode = still_live(journey, decode, ask.model)
-        await _dispatch(journey, ask, prefilled.handoff, decode, prefilled.prompt_token_ids)
+        await _dispatch(journey, ask, prefilled.handoff, decode, _fitting(journey, prefilled.prompt_token_ids))
         undelivered.pop_all()
 
 
@@ -98,6 +98,14 @@ async def _dispatch(
     metrics.handoffs.labels(handoff.connector, handoff.prefill, decode.address).inc()
     if handoff.blocks is not None:
         metrics.handoff_blocks.observe(handoff.blocks)
+
+
+def _fitting(journey: Journey, prompt_token_ids: bytes | None) -> bytes | None:
+    """The token ids, unless Envoy would find the decode leg too large with them: they can take more room than the prompt."""
+    limit_bytes = journey.parts.config.limits.max_body_bytes
+    if prompt_token_ids is None or journey.record.body_bytes + len(prompt_token_ids) > limit_bytes:
+        return None
+    return prompt_token_ids
 
 
 def _on_answer(journey: Journey, handoff: Handoff, answered: asyncio.Event, status: int) -> None:

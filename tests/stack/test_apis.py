@@ -87,6 +87,17 @@ async def test_tokenise_once_can_be_switched_off() -> None:
         assert stack.decode[0].last.json["prompt"] == "hello"
 
 
+async def test_token_ids_that_do_not_fit_are_left_out() -> None:
+    """Envoy holds its limit against the body that the filter gives back, too."""
+    limits = {"max_body_bytes": 1 << 20}
+    async with Stack(decode=1, settings={"limits": limits}) as stack:
+        ids = ",".join(["12345"] * 400_000)
+        stack.prefill[0].answer = with_ids(f'{{"choices":[{{"message":{{}}}}],"prompt_token_ids":[{ids}]')
+        sent = b'{"model":"m","messages":["' + b"x" * 600_000 + b'"]}'
+        assert (await post(stack, "/v1/chat/completions", sent))[0] == 200
+        assert stack.decode[0].last.body == sent[:-1] + b',"kv_transfer_params":' + PARAMS_BYTES + b"}"
+
+
 async def test_models_are_those_of_the_whole_pool_each_once(stack: Stack) -> None:
     async with stack.http.get("/v1/models") as response:
         assert response.status == 200
