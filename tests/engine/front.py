@@ -66,7 +66,7 @@ def front(
 ) -> Iterator[Front]:
     """Start one in front of workers ``ip:port``. ``settings`` overrides fields of the configuration, by section.
 
-    With ``ready=False`` no worker of a role need be live; every decode worker must.
+    ``ready=False``: the decode workers must be live, the prefill workers need not.
     """
     port, admin, envoy_admin = (f"127.0.0.1:{port}" for port in free_ports(3))
     # Not pytest's own temporary folder: a unix socket's path has at most 107 bytes.
