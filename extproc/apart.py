@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from functools import partial
 
 from extproc import wire
-from extproc.attempts import LAST_CHANCE_S, Ask, Prefilled
+from extproc.attempts import LAST_CHANCE_S, Ask, Prefilled, last_chance
 from extproc.errors import ApiError
 from extproc.handoff import Flow, Handoff, Pair
 from extproc.headers import KV_TRANSFER_HEADER
@@ -170,7 +170,7 @@ async def _while_there(journey: Journey, ask: Ask) -> Prefilled:
 
 async def _abandon(journey: Journey, task: asyncio.Task[Prefilled]) -> None:
     """Cancel a prefill that nobody waits for. If its reply is here already, its blocks must be given back."""
-    await asyncio.wait((task,), timeout=LAST_CHANCE_S)
+    await last_chance(task)
     task.cancel()
     await asyncio.wait((task,))
     if not task.cancelled() and task.exception() is None:

@@ -33,6 +33,9 @@ LAST_CHANCE_S = 0.02
 of one that is not read stay pinned until their lease ends."""
 
 
+_TURNS_OF_A_REPLY = 8
+
+
 class Ask(msgspec.Struct, frozen=True):
     """What is to be prefilled."""
 
@@ -155,6 +158,16 @@ class Prefiller:
         return Prefilled(handoff, since_s, token_ids)
 
 
+async def last_chance(task: asyncio.Future[Any]) -> None:
+    """Let ``task`` finish if what it waits for has come already; return soon in any case."""
+    await asyncio.wait((task,), timeout=LAST_CHANCE_S)
+    # After a standstill the loop runs its timers before it looks at its sockets: give it the turns that a reply needs.
+    for _ in range(_TURNS_OF_A_REPLY):
+        if task.done():
+            return
+        await asyncio.sleep(0)
+
+
 async def _within(timeout_s: float, call: Coroutine[Any, Any, bytes]) -> bytes:
     """The reply of ``call``, also when it is here but the process stood still, so that the time is up before it is read.
 
@@ -162,10 +175,11 @@ async def _within(timeout_s: float, call: Coroutine[Any, Any, bytes]) -> bytes:
     """
     task = asyncio.ensure_future(call)
     try:
-        for wait_s in (timeout_s, LAST_CHANCE_S):
-            done, _ = await asyncio.wait((task,), timeout=wait_s)
-            if done:
-                return task.result()
+        await asyncio.wait((task,), timeout=timeout_s)
+        if not task.done():
+            await last_chance(task)
+        if task.done():
+            return task.result()
     finally:
         task.cancel()
     raise ApiError("prefill_timeout", f"the prefill worker did not answer within {timeout_s:.3g} s")

@@ -29,6 +29,7 @@ CODES: dict[str, Kind] = {
     "model_missing": Kind(400, _INVALID, "the body names no model"),
     "model_not_found": Kind(404, _INVALID, "no live worker serves the model"),
     "duplicate_key": Kind(400, _INVALID, "a key stands twice at the top level of the body"),
+    "field_not_allowed": Kind(400, _INVALID, "a form has the field `vllm_xargs`, which could carry KV transfer parameters"),
     "not_found": Kind(404, _INVALID, "an endpoint that controls the engine: never reachable through Baton"),
     "unsupported_media_type": Kind(415, _INVALID, "the endpoint takes application/json only"),
     "request_too_large": Kind(413, _INVALID, "the body is over limits.max_body_bytes"),

@@ -29,6 +29,7 @@ import msgspec
 from extproc import apart, wire
 from extproc.attempts import Ask
 from extproc.errors import ApiError, RelayedError
+from extproc.forms import refuse_transfer_fields
 from extproc.headers import ROUTING_HEADERS
 from extproc.inference import InferenceRequest, parse
 from extproc.journey import Journey, OverError, Parts, Phase, ProtocolError, Record
@@ -228,6 +229,7 @@ def _read(body: bytes, content_type: str, how: Treatment) -> InferenceRequest | 
         if kind != "application/json":
             raise ApiError("unsupported_media_type", "the body must be application/json")
     elif kind and "json" not in kind:
+        refuse_transfer_fields(body, content_type)
         return None  # whoever reads a body without a content type may take it for JSON
     try:
         return parse(body, how)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 
+import aiohttp
 import pytest
 
 from tests.stack.fake_worker import ENGINE_ID, PARAMS, PARAMS_BYTES
@@ -125,6 +126,15 @@ async def test_generate_has_its_transfer_keys_removed_from_the_sampling_params(s
     assert [r.body for r in stack.decode_received] == [
         b'{"token_ids":[1],"sampling_params":{"max_tokens":4,"extra_args":{"b":2}}}'
     ]
+
+
+async def test_a_form_that_could_carry_transfer_keys_is_refused_and_others_pass(stack: Stack) -> None:
+    for field, expected in (("vllm_xargs", 400), ("language", 200)):
+        form = aiohttp.FormData({field: '{"kv_transfer_params":"x"}', "model": "m"})
+        form.add_field("file", b"\x00\x01 sound", filename="a.wav", content_type="audio/wav")
+        async with stack.http.post("/v1/audio/transcriptions", data=form) as response:
+            assert response.status == expected
+    assert len(stack.decode_received) == 1
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/version"])
