@@ -116,8 +116,8 @@ def requests() -> str:
         "On every path: the keys "
         + ", ".join(f"`{key}`" for key in TRANSFER_KEYS)
         + " at the top level of a JSON body, inside",
-        "`vllm_xargs` and inside `sampling_params.extra_args`, and every routing header (`extproc/headers.py`). A form with a field",
-        "`vllm_xargs` is refused.\n",
+        "`vllm_xargs` and inside `sampling_params.extra_args`, and every routing header (`extproc/headers.py`). A form with",
+        "a field `vllm_xargs` is refused.\n",
         "## The prefill leg\n",
         f"The client's body with `kv_transfer_params: {NixlPull().prefill_params(Pair('', '', '')).decode()}`, and:\n",
         "| API | token cap, at 1 | set | taken out |",
