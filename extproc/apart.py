@@ -14,6 +14,7 @@ from functools import partial
 
 from extproc import wire
 from extproc.attempts import LAST_CHANCE_S, Ask, Prefilled, last_chance
+from extproc.config import BODY_HEADROOM_BYTES
 from extproc.errors import ApiError
 from extproc.handoff import Flow, Handoff, Pair
 from extproc.headers import KV_TRANSFER_HEADER
@@ -46,7 +47,7 @@ async def _one_after_the_other(journey: Journey, ask: Ask, decode: Endpoint) -> 
             # The client left while the process stood still: the reply would go into a stream that is no more.
             raise OverError(await journey.receive(Phase.PREFILL))
         decode = still_live(journey, decode, ask.model)
-        await _dispatch(journey, ask, prefilled.handoff, decode, _fitting(journey, prefilled.prompt_token_ids))
+        await _dispatch(journey, ask, prefilled.handoff, decode, prefilled.prompt_token_ids)
         undelivered.pop_all()
 
 
@@ -83,9 +84,13 @@ async def _dispatch(
     journey: Journey, ask: Ask, handoff: Handoff, decode: Endpoint, prompt_token_ids: bytes | None = None
 ) -> None:
     """Let Envoy send the decode leg."""
+    body = ask.request.decode_body(handoff.params, prompt_token_ids)
+    if body is not None and len(body) > journey.parts.config.limits.max_body_bytes + BODY_HEADROOM_BYTES:
+        # Envoy would find it too large. Token ids can take more room than the prompt, and are not needed.
+        body = ask.request.decode_body(handoff.params)
     mutation = wire.Mutation(
         set_headers={**handoff.headers, KV_TRANSFER_HEADER: handoff.header()},
-        body=ask.request.decode_body(handoff.params, prompt_token_ids),
+        body=body,
         destination=decode.address,
     )
     await journey.stream.send(wire.body_reply(mutation))
@@ -98,14 +103,6 @@ async def _dispatch(
     metrics.handoffs.labels(handoff.connector, handoff.prefill, decode.address).inc()
     if handoff.blocks is not None:
         metrics.handoff_blocks.observe(handoff.blocks)
-
-
-def _fitting(journey: Journey, prompt_token_ids: bytes | None) -> bytes | None:
-    """The token ids, unless Envoy would find the decode leg too large with them: they can take more room than the prompt."""
-    limit_bytes = journey.parts.config.limits.max_body_bytes
-    if prompt_token_ids is None or journey.record.body_bytes + len(prompt_token_ids) > limit_bytes:
-        return None
-    return prompt_token_ids
 
 
 def _on_answer(journey: Journey, handoff: Handoff, answered: asyncio.Event, status: int) -> None:

@@ -18,6 +18,10 @@ from ruamel.yaml.error import YAMLError
 _HOST_PORT = re.compile(r"^(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):(?P<port>[0-9]{1,5})$")
 
 
+BODY_HEADROOM_BYTES = 1 << 20
+"""How much larger than `limits.max_body_bytes` Envoy lets a body be, for what the filter adds to it: block ids, token ids."""
+
+
 class ConfigError(ValueError):
     """The configuration cannot be used; the message says which file, which field and why."""
 

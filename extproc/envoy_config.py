@@ -40,7 +40,7 @@ from envoy_data_plane.envoy.type.matcher import v3 as matcher
 from envoy_data_plane.envoy.type.metadata import v3 as metadata
 from envoy_data_plane.google import protobuf
 
-from extproc.config import Address, Config, ConfigError, Envoy, Prefill, Workers
+from extproc.config import BODY_HEADROOM_BYTES, Address, Config, ConfigError, Envoy, Prefill, Workers
 from extproc.headers import (
     DESTINATION_HEADER,
     FILTER_REPLY_DETAILS,
@@ -71,8 +71,6 @@ _CONNECT_TIMEOUT = timedelta(seconds=2)
 _CONNECTION_BUFFER_BYTES = 1 << 20
 _MAX_CONNECTIONS = 100_000
 _HEADERS_TIMEOUT = timedelta(seconds=10)
-# What the filter may add to a body: block ids of a long prompt take some 100 KB.
-_BODY_HEADROOM_BYTES = 1 << 20
 # uvicorn, which serves vLLM, closes a connection that was idle for 5 s.
 _WORKER_IDLE_TIMEOUT = timedelta(seconds=4)
 _HEALTH_INTERVAL = timedelta(seconds=1)
@@ -217,7 +215,7 @@ def _decode_route(config: Config) -> route.Route:
     return route.Route(
         name=DECODE_CLUSTER,
         match=route.RouteMatch(prefix="/"),
-        request_body_buffer_limit=config.limits.max_body_bytes + _BODY_HEADROOM_BYTES,
+        request_body_buffer_limit=config.limits.max_body_bytes + BODY_HEADROOM_BYTES,
         response_headers_to_add=debug if config.envoy.debug_headers else [],
         route=route.RouteAction(
             cluster=DECODE_CLUSTER,
@@ -275,7 +273,7 @@ def _prefill_loop(config: Config, address: Address) -> listener.Listener:
     prefill = route.Route(
         name=PREFILL_CLUSTER,
         match=route.RouteMatch(prefix="/"),
-        request_body_buffer_limit=config.limits.max_body_bytes + _BODY_HEADROOM_BYTES,
+        request_body_buffer_limit=config.limits.max_body_bytes + BODY_HEADROOM_BYTES,
         response_headers_to_remove=[ORIGIN_HEADER],
         route=route.RouteAction(
             cluster=PREFILL_CLUSTER,
