@@ -130,6 +130,9 @@ def complaints(world: World) -> tuple[list[str], dict[str, int]]:
     for sim in world.sims:
         for handoff, came in sim.arrivals.items():
             arrivals.setdefault(handoff, []).extend(came)
+    for handoff, all_came in arrivals.items():
+        if len(dispatched := [arrival for arrival in all_came if not arrival.release]) > 1:
+            problems.append(f"one handoff came to decode workers {len(dispatched)} times: {handoff}, {dispatched}")
     for sim in world.sims:
         for report in sim.reports:
             for kind, count in report["environment"]["counts"].items():
