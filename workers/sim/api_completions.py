@@ -8,27 +8,22 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from workers.sim import prompts, tokens
-from workers.sim.errors import ApiError
+from workers.sim.openai_stream import OpenAiStream
 from workers.sim.prompts import Prepared
-from workers.sim.serving import DONE, Result, event, prompt_logprobs, usage
+from workers.sim.serving import Result, event, prompt_logprobs, usage
 from workers.sim.text import Step
 
 if TYPE_CHECKING:
     from workers.sim.worker import Worker
 
 
-class CompletionShape:
+class CompletionShape(OpenAiStream):
     """See serving.Shape."""
 
     def __init__(self, worker: Worker, prepared: Prepared, request_id: str) -> None:
-        self._worker = worker
-        self._prepared = prepared
-        self._head = {"id": request_id, "object": "text_completion", "created": int(time.time()), "model": prepared.model}
+        head = {"id": request_id, "object": "text_completion", "created": int(time.time()), "model": prepared.model}
+        super().__init__(worker, prepared, head)
         self._offsets: dict[int, int] = {}
-
-    def opening(self) -> bytes:
-        """Nothing before the first token."""
-        return b""
 
     def begin(self, _: list[Result]) -> bytes:
         """Nothing comes before the first token."""
@@ -65,17 +60,6 @@ class CompletionShape:
                 chunk["system_fingerprint"] = self._worker.fingerprint
             events.append(event(chunk))
         return b"".join(events)
-
-    def end(self, results: list[Result]) -> bytes:
-        """Usage if asked for, and the end."""
-        if not self._prepared.include_usage:
-            return DONE
-        counts = usage(self._worker, results, streamed=True)
-        return event({**self._head, "choices": [], "usage": counts, "system_fingerprint": self._worker.fingerprint}) + DONE
-
-    def failure(self, error: ApiError) -> bytes:
-        """The error as an event, and the end."""
-        return event(error.body()) + DONE
 
     def whole(self, results: list[Result]) -> dict[str, Any]:
         """The answer without a stream. Of several prompts, only the first one's handoff is told, as in vLLM."""
