@@ -21,8 +21,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     ours = [item for item in items if here in item.path.parents]
     for item in ours:
         item.add_marker(pytest.mark.timeout(UP_TIMEOUT_S + 100))
-    # The test of `baton up` ends a system of its own: before the shared one is started, as two cores do not carry both.
-    items.sort(key=lambda item: item in ours and item.path.name != "test_up.py")
+    # These two end a system of their own: before the shared one is started, as two cores do not carry both.
+    first = ("test_up.py", "test_push.py")
+    items.sort(key=lambda item: 1 + (first.index(item.path.name) if item.path.name in first else 9) if item in ours else 0)
 
 
 _TOOLS_TEMPLATE = "{% if tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
