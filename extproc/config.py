@@ -7,13 +7,16 @@ but :func:`load`.
 from __future__ import annotations
 
 import re
-from ipaddress import ip_address
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
+
+from extproc.discovery.listing import ListingError, endpoint_set, name_server
+from extproc.routing.endpoint_spec import EndpointSet, EndpointSpec
 
 _HOST_PORT = re.compile(r"^(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):(?P<port>[0-9]{1,5})$")
 
@@ -55,13 +58,56 @@ class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     pass
 
 
-class Workers(_Section, frozen=True, kw_only=True):
-    """The workers, as `ip:port` of their HTTP server. Envoy pins by address, so these must be IP addresses."""
+class DnsWorkers(_Section, frozen=True, kw_only=True):
+    """Workers of one role behind a DNS name: `name` and `port` (A and AAAA records), or `srv` (SRV records)."""
 
-    prefill: list[str]
+    role: Literal["prefill", "decode", "both"]
+    """What they do."""
+    name: str | None = None
+    """Name whose A and AAAA records are the workers."""
+    port: int | None = None
+    """HTTP port of all of them; goes with `name`."""
+    srv: str | None = None
+    """Name whose SRV records are the workers. Every target counts the same: priorities and weights are ignored."""
+    refresh_s: float = 5.0
+    """Longest time between two look-ups. A shorter TTL of the answer shortens it, to no less than 1 s."""
+    labels: dict[str, str] = {}
+    """Labels of all of them, which policies select by."""
+
+
+class Workers(_Section, frozen=True, kw_only=True):
+    """The workers, by role, from up to three sources at once: the lists here, `file`, and `dns`. An item of a list is the
+    `ip:port` of the worker's HTTP server (Envoy pins by address, so no names), or an object: `address`, and if wanted
+    `labels`, `models`, `max_seqs`, `kv_tokens`, `prefill_tokens_per_s`, `max_batched_tokens`."""
+
+    prefill: Sequence[str | EndpointSpec] = ()
     """Started with a NixlConnector; they take the prompts."""
-    decode: list[str]
+    decode: Sequence[str | EndpointSpec] = ()
     """Started with a NixlConnector; they stream the answers."""
+    both: Sequence[str | EndpointSpec] = ()
+    """Started with a NixlConnector; they take prompts and stream answers."""
+    file: str | None = None
+    """YAML or JSON file with `prefill`, `decode` and `both` like here. It is watched; a faulty one changes nothing."""
+    dns: list[DnsWorkers] = []
+    """DNS names, each with `role`, `name` and `port` or `srv`, `refresh_s` and `labels`."""
+    dns_servers: list[str] = []
+    """Name servers to ask, as `ip` or `ip:port`; none: those of the system."""
+
+    def endpoint_set(self) -> EndpointSet:
+        """What stands in the configuration itself. Raises ListingError."""
+        return endpoint_set(self.prefill, self.decode, self.both)
+
+    @property
+    def prefill_addresses(self) -> list[str]:
+        """Of the workers in the configuration itself that take prompts."""
+        found = self.endpoint_set()
+        return [spec.address for spec in (*found.prefill, *found.both)]
+
+    @property
+    def decode_addresses(self) -> list[str]:
+        """Of the workers in the configuration itself that stream answers."""
+        found = self.endpoint_set()
+        return [spec.address for spec in (*found.decode, *found.both)]
 
 
 class Prefill(_Section, frozen=True, kw_only=True):
@@ -182,8 +228,23 @@ class Envoy(_Section, frozen=True, kw_only=True):
     """Clients connect here (plain HTTP/1.1 and HTTP/2)."""
     admin: str = "127.0.0.1:9901"
     """Envoy's own admin port: a loopback address, since whoever reaches it controls Envoy."""
+    eds: Literal["file", "grpc"] | None = None
+    """How Envoy learns the workers: `file` in `eds_dir`, on a disk that both share, or `grpc` from the filter's own server, as
+    it does ext_proc. null: `file` if there is an `eds_dir`, else `grpc`."""
     eds_dir: str | None = None
     """`baton serve` writes `decode.json` and `prefill.json` here for Envoy to watch; null: it writes nothing."""
+    pin: Literal["exact", "original_dst"] = "exact"
+    """How Envoy reaches the worker that the filter named. `exact`: only if it is one of the known ones. `original_dst`: any
+    address that the filter names, with no list of workers in Envoy (and no use for `eds`)."""
+    filter_down: Literal["refuse", "round_robin"] = "refuse"
+    """What happens to requests while no filter is there. `refuse`: 503. `round_robin`: prompts in plain JSON go to decode workers
+    in turn, which do all of the work; everything else is refused. No policy and no limit of the filter holds then."""
+    max_connections: int = 100_000
+    """From Envoy to the workers of one role together."""
+    max_pending: int = 100_000
+    """Requests that wait in Envoy for a connection to a worker of one role; one more is 503."""
+    max_requests: int = 100_000
+    """Requests in flight from Envoy to the workers of one role; one more is 503."""
     idle_timeout_s: float = 600.0
     """Longest silence on a request: covers the wait for the prefill and every gap between tokens."""
     debug_headers: bool = False
@@ -220,14 +281,7 @@ class Config(_Section, frozen=True, kw_only=True):
             *((("prefill.via", self.prefill.via),) if self.prefill.via != "direct" else ()),
         ):
             _address(field, text)
-        for role in ("prefill", "decode"):
-            endpoints: list[str] = getattr(self.workers, role)
-            for index, text in enumerate(endpoints):
-                _worker(f"workers.{role}[{index}]", text)
-            if not endpoints:
-                raise ConfigError(f"workers.{role}: at least one worker is needed")
-            if len(set(endpoints)) != len(endpoints):
-                raise ConfigError(f"workers.{role}: the same worker stands there twice")
+        _check_workers(self.workers)
         for section in ("prefill", "handoff", "health", "limits", "drain", "envoy"):
             values: dict[str, Any] = msgspec.structs.asdict(getattr(self, section))
             for name, value in values.items():
@@ -239,11 +293,13 @@ class Config(_Section, frozen=True, kw_only=True):
             ("nixl_push", "prefill", self.handoff.nixl_push),
             ("lmcache", "decode", self.handoff.lmcache),
         ):
-            missing = [address for address in getattr(self.workers, role) if address not in known]
+            missing = [address for address in getattr(self.workers, f"{role}_addresses") if address not in known]
             if self.handoff.connector == connector and missing:
                 raise ConfigError(f"handoff.{connector}: the {role} worker {missing[0]} is missing there")
         if self.handoff.release_delay_s >= self.handoff.lease_s:
             raise ConfigError("handoff.release_delay_s: not below handoff.lease_s, so it would always come too late")
+        if self.envoy.eds == "file" and self.envoy.eds_dir is None:
+            raise ConfigError("envoy.eds: file needs envoy.eds_dir, where the files are")
         if self.limits.max_held_bytes < self.limits.max_body_bytes:
             raise ConfigError(
                 "limits.max_held_bytes: less than limits.max_body_bytes, so the largest body could never be served"
@@ -266,16 +322,34 @@ def _address(field: str, text: str) -> Address:
         raise ConfigError(f"{field}: {error}") from error
 
 
-def _worker(field: str, text: str) -> None:
-    # Envoy's endpoint discovery takes addresses only, and the pinned value must equal the endpoint's, byte for byte.
-    address = _address(field, text)
+def _check_workers(workers: Workers) -> None:
     try:
-        ip = ip_address(address.host.strip("[]"))
-    except ValueError:
-        raise ConfigError(f"{field}: {text!r}: a worker is ip:port, not a name or a unix socket") from None
-    canonical = f"[{ip}]:{address.port}" if ip.version == 6 else f"{ip}:{address.port}"
-    if text != canonical:
-        raise ConfigError(f"{field}: {text!r}: write it as {canonical!r}, as Envoy does")
+        listed = workers.endpoint_set()
+    except ListingError as error:
+        raise ConfigError(f"workers.{error}") from error
+    if workers.file is None and not workers.dns:
+        for role in ("prefill", "decode"):
+            if not (getattr(listed, role) or listed.both):
+                raise ConfigError(f"workers.{role}: at least one worker is needed, here or from `file` or `dns`")
+    if workers.file == "":
+        raise ConfigError("workers.file: an empty path")
+    for index, entry in enumerate(workers.dns):
+        where = f"workers.dns[{index}]"
+        if (entry.name is None) == (entry.srv is None):
+            raise ConfigError(f"{where}: either `name` and `port`, or `srv`")
+        if (entry.name is None) != (entry.port is None):
+            raise ConfigError(f"{where}: `port` goes with `name`; SRV records have their own")
+        if entry.port is not None and not 0 < entry.port < 65536:
+            raise ConfigError(f"{where}.port: {entry.port} is not 1 to 65535")
+        if not (entry.name or entry.srv):
+            raise ConfigError(f"{where}: an empty name")
+        if not 1 <= entry.refresh_s < 1e6:
+            raise ConfigError(f"{where}.refresh_s: {entry.refresh_s:g} is below 1 s, or endless")
+    for index, text in enumerate(workers.dns_servers):
+        try:
+            name_server(text)
+        except ValueError as error:
+            raise ConfigError(f"workers.dns_servers[{index}]: {error}") from None
 
 
 def parse(text: str, *, source: str = "configuration") -> Config:

@@ -23,7 +23,7 @@ def test_the_smallest_configuration_is_the_workers() -> None:
     [
         ("", "Expected `object`, got `null`"),
         ("a: [", "line 1"),
-        ("workers: {prefill: ['10.0.0.1:1']}", "missing required field `decode`"),
+        ("workers: {prefill: ['10.0.0.1:1']}", "workers.decode: at least one worker is needed"),
         (WORKERS + "lissten: x", "unknown field `lissten`"),
         (WORKERS + "prefill: {timeout: 3}", "unknown field `timeout` - at `$.prefill`"),
         (WORKERS + "prefill: {timeout_s: soon}", "at `$.prefill.timeout_s`"),
