@@ -59,9 +59,9 @@ class _Holder:
 class PrefixIndex:
     """Which endpoint holds which block, as far as we know: every endpoint's least recently used blocks go first.
 
-    A dict (in parts) has the holders of a block as a bit mask, so that a prompt is walked once for all endpoints. Every endpoint
-    has a dict of its blocks in the order of their use. Neighbouring blocks mostly have the same holders and share one mask
-    object, which saves memory and most of the arithmetic of a walk.
+    A dict (in parts) has the holders of a block as a bit mask, so that a prompt is walked once for all endpoints. Every
+    endpoint has a dict of its blocks in the order of their use. Neighbouring blocks mostly have the same holders and share
+    one mask object, which saves memory and most of the arithmetic of a walk.
     """
 
     def __init__(self, max_blocks: int) -> None:
