@@ -1,0 +1,86 @@
+"""The KV cache of the twin: which blocks are held, which are remembered, and which go first. Counts and keys, no contents.
+
+It does what :class:`workers.sim.blocks.BlockPool` does, in the same order of eviction: blocks that hold nothing are handed out
+first, then the least recently used of the cache, the end of a prompt before its start.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+Block = int | None
+"""A block that somebody holds: by the key it is cached under, or without one."""
+
+
+class TwinCache:
+    """The blocks of one worker. A key stands for a block and all before it."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._users: dict[int, int] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()
+        self._nameless = 0
+        self._unique = -1
+
+    @property
+    def held_blocks(self) -> int:
+        """Blocks in use."""
+        return len(self._users) + self._nameless
+
+    @property
+    def usage(self) -> float:
+        """Share of the blocks in use, 0 to 1."""
+        return self.held_blocks / self.num_blocks
+
+    def match(self, keys: Sequence[int]) -> int:
+        """How many of the keys, from the first on, are cached."""
+        users, idle = self._users, self._idle
+        for count, key in enumerate(keys):
+            if key not in users and key not in idle:
+                return count
+        return len(keys)
+
+    def hold(self, keys: Sequence[int]) -> None:
+        """One more user for each of these cached keys."""
+        for key in keys:
+            if key in self._users:
+                self._users[key] += 1
+            else:
+                del self._idle[key]
+                self._users[key] = 1
+
+    def take(self, count: int) -> bool:
+        """Hold so many new blocks; False, and nothing done, if there are not enough."""
+        empty = self.num_blocks - self.held_blocks - len(self._idle)
+        if count > empty + len(self._idle):
+            return False
+        for _ in range(count - empty):
+            self._idle.popitem(last=False)
+        self._nameless += count
+        return True
+
+    def register(self, blocks: list[Block], first: int, keys: Sequence[int]) -> None:
+        """The new blocks from ``first`` on are full now: they enter the cache, but for keys that are in it already."""
+        for index, key in enumerate(keys, start=first):
+            if blocks[index] is None and key not in self._users and key not in self._idle:
+                blocks[index] = key
+                self._nameless -= 1
+                self._users[key] = 1
+
+    def unique_keys(self, count: int) -> list[int]:
+        """Keys for blocks that no other prompt has, such as those of an answer. They are negative."""
+        keys = list(range(self._unique, self._unique - count, -1))
+        self._unique -= count
+        return keys
+
+    def drop(self, blocks: Sequence[Block]) -> None:
+        """One user less for each; those of the end of a prompt are forgotten before those of its start."""
+        for key in reversed(blocks):
+            if key is None:
+                self._nameless -= 1
+            elif self._users[key] > 1:
+                self._users[key] -= 1
+            else:
+                del self._users[key]
+                self._idle[key] = None
