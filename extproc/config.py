@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
-from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
 
+from extproc import yaml_lines
 from extproc.discovery.listing import ListingError, endpoint_set, name_server
 from extproc.routing.endpoint_spec import EndpointSet, EndpointSpec
 
@@ -353,15 +352,11 @@ def _check_workers(workers: Workers) -> None:
 
 
 def parse(text: str, *, source: str = "configuration") -> Config:
-    """YAML text -> Config. Raises ConfigError with the line (syntax) or the field (content) at fault."""
+    """YAML text -> Config. Raises ConfigError: ``source:line: field: why``."""
     try:
-        tree = YAML(typ="safe").load(text)
-    except YAMLError as error:
-        raise ConfigError(f"{source}: not YAML: {error}") from error
-    try:
-        return msgspec.convert(tree, Config)
-    except (ConfigError, msgspec.ValidationError) as error:
-        raise ConfigError(f"{source}: {error}") from error
+        return yaml_lines.decode(text, Config, source=source)
+    except yaml_lines.FaultError as error:
+        raise ConfigError(str(error)) from error
 
 
 def load(path: Path) -> Config:
