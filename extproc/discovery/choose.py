@@ -1,0 +1,33 @@
+"""Which sources a configuration names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from extproc.config import Workers
+from extproc.discovery.dns import Dns, resolver
+from extproc.discovery.listing import name_server
+from extproc.discovery.source import Source
+from extproc.discovery.static import Static
+from extproc.discovery.watched_file import WatchedFile
+
+
+def sources(workers: Workers) -> list[Source]:
+    """All of them; where two name one worker, the earlier one counts. Raises SourceError if there is no name server to ask."""
+    found: list[Source] = [Static(workers.endpoint_set())]
+    if workers.file is not None:
+        found.append(WatchedFile(Path(workers.file)))
+    if workers.dns:
+        ask = resolver([name_server(text) for text in workers.dns_servers])
+        for entry in workers.dns:
+            found.append(
+                Dns(
+                    ask,
+                    role=entry.role,
+                    name=entry.name or entry.srv or "",
+                    port=entry.port,
+                    refresh_s=entry.refresh_s,
+                    labels=entry.labels,
+                )
+            )
+    return found
