@@ -72,6 +72,14 @@ class TwinLoad(NamedTuple):
     waiting: int
     """Those whose KV is on its way included, as vLLM counts them."""
     kv_usage: float
+    gaps: int
+    """Times between two tokens, since the start."""
+    gaps_s: float
+    """All of them together; what preemption adds is left out."""
+    transfers: int
+    """KV transfers received, since the start."""
+    transfers_s: float
+    transferred_tokens: int
 
 
 class _Sequence:
@@ -147,6 +155,11 @@ class TwinEngine:
         self._decode_context_tokens = 0
         self._ending: list[tuple[int, int, int, _Sequence]] = []
         self._growing: list[tuple[int, int, int, _Sequence]] = []
+        self._gaps = 0
+        self._gaps_s = 0.0
+        self._transfers = 0
+        self._transfers_s = 0.0
+        self._transferred_tokens = 0
         self.preemptions = 0
 
     # -- from outside ------------------------------------------------------------------------------------------------------
@@ -172,7 +185,16 @@ class TwinEngine:
 
     def load(self) -> TwinLoad:
         """What its metrics would say now."""
-        return TwinLoad(len(self._running), len(self._waiting) + len(self._pulls), self.cache.usage)
+        return TwinLoad(
+            len(self._running),
+            len(self._waiting) + len(self._pulls),
+            self.cache.usage,
+            self._gaps,
+            self._gaps_s,
+            self._transfers,
+            self._transfers_s,
+            self._transferred_tokens,
+        )
 
     def next_event_s(self) -> float | None:
         """When something happens next; None: nothing will without a submit() or release()."""
@@ -239,6 +261,9 @@ class TwinEngine:
     def _end_step(self, events: list[Event]) -> None:
         assert self._step_end_s is not None
         now_s, step = self._step_end_s, len(self._ends_s)
+        if self._decodes:
+            self._gaps += self._decodes
+            self._gaps_s += self._decodes * (now_s - self._ends_s[-1])
         self._ends_s.append(now_s)
         self._step_end_s = None
         self._decode_context_tokens += self._decodes
@@ -316,6 +341,9 @@ class TwinEngine:
         pulled = Pulled(
             sequence.name, ready_s, sequence.peer, sequence.prompt_tokens - sequence.cached_tokens, ready_s - began_s
         )
+        self._transfers += 1
+        self._transfers_s += pulled.transfer_s
+        self._transferred_tokens += pulled.tokens
         sequence.peer = None
         sequence.computed = sequence.prompt_tokens
         self._register(sequence)

@@ -1,0 +1,367 @@
+"""A trace replayed on simulated workers with a virtual clock: the filter's own routing decides, minutes pass in seconds.
+
+The routing code is the filter's; the workers are :class:`workers.sim.twin.TwinEngine`. What is left out is Envoy, the network
+but for a fixed delay a message, and everything that can fail.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import time
+from array import array
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Protocol
+
+from extproc.routing.job import Aims, Job
+from extproc.routing.load import Load
+from extproc.routing.prefix import Chain
+from workers.goodput import Outcome, Status
+from workers.sim.timing import Profile
+from workers.sim.twin import Done, Event, Pulled, TwinConfig, TwinEngine, TwinLoad
+from workers.traces import BLOCK_TOKENS, Request
+
+_PATIENCE_S = 600.0
+"""How long a client of the replay waits."""
+_64_BITS = (1 << 64) - 1
+
+
+class Placed(NamedTuple):
+    """Workers for a request. No ``prefill``: the decode worker does it all."""
+
+    prefill: str | None
+    decode: str
+
+
+class Refused(NamedTuple):
+    """No worker for a request."""
+
+    reason: str
+
+
+class Dispatcher(Protocol):
+    """What decides: the filter's router, or one that it is compared with. Time is given, in seconds, and never goes back."""
+
+    def submit(self, job: Job, now_s: float) -> Hashable:
+        """A request came; what it is called from now on."""
+
+    def poll(self, now_s: float) -> Sequence[tuple[Hashable, Placed | Refused]]:
+        """What was decided."""
+
+    def next_wake_s(self) -> float | None:
+        """When poll() should be called although nothing else happens."""
+
+    def prefill_done(self, ticket: Hashable, now_s: float, *, tokens: int, cached_tokens: int) -> None:
+        """The prefill worker answered."""
+
+    def decode_done(self, ticket: Hashable, now_s: float) -> None:
+        """The answer is complete."""
+
+    def on_load(self, address: str, load: Load, now_s: float) -> None:
+        """A worker reported."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """The workers of a replay."""
+
+    prefill: int = 3
+    decode: int = 5
+    engine: TwinConfig = field(default_factory=TwinConfig)
+    profile: Profile = field(default_factory=lambda: replace(Profile(), handshake_s=0.0))
+    """Workers that know each other already: a handshake of seconds for each pair would be most of a short replay."""
+    hop_s: float = 0.002
+    """From one process to the next."""
+    scrape_s: float = 1.0
+    """How often the workers report."""
+
+    @property
+    def prefill_addresses(self) -> tuple[str, ...]:
+        """``ip:port`` of the prefill workers."""
+        return tuple(f"10.0.0.{index + 1}:8000" for index in range(self.prefill))
+
+    @property
+    def decode_addresses(self) -> tuple[str, ...]:
+        """``ip:port`` of the decode workers."""
+        return tuple(f"10.0.1.{index + 1}:8000" for index in range(self.decode))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replayed:
+    """A replay that came to its end."""
+
+    outcomes: list[Outcome]
+    """In the order of the arrivals."""
+    placed: list[Placed | Refused]
+    """What was decided for each."""
+    load_spread: float
+    """Prompt tokens computed by the busiest prefill worker, against the mean of all; 1 is even."""
+    virtual_s: float
+    wall_s: float
+
+
+def chain_of_ids(hash_ids: Sequence[int], tokens: int) -> Chain:
+    """The chain of a prompt of a trace: equal exactly as far as the ids agree."""
+    digest, hashes = 0, array("Q")
+    for block in hash_ids[: tokens // BLOCK_TOKENS]:
+        digest = (digest ^ (block + 0x9E3779B97F4A7C15)) * 0xBF58476D1CE4E5B9 & _64_BITS
+        digest ^= digest >> 29
+        hashes.append(digest)
+    return Chain(hashes, float(BLOCK_TOKENS))
+
+
+def capacity(requests: Sequence[Request], setup: Setup) -> float:
+    """Requests a second from which on the prefill queues grow without end where workers are given their turns.
+
+    As many prefill workers, each with every so-manieth request and its own cache, by the mean time for one request when there
+    is always a next one. NaN for no requests.
+    """
+    busy_s = 0.0
+    for turn in range(setup.prefill):
+        engine = TwinEngine(str(turn), setup.engine, setup.profile)
+        outstanding_tokens, now_s = 0, 0.0
+        waiting = list(reversed(requests[turn :: setup.prefill]))
+        while waiting or outstanding_tokens:
+            while waiting and outstanding_tokens <= 2 * setup.engine.max_num_batched_tokens:
+                request = waiting.pop()
+                keys = chain_of_ids(request.hash_ids, request.input_tokens).hashes
+                engine.submit_prefill(f"{len(waiting)} {request.input_tokens}", keys, request.input_tokens, now_s)
+                outstanding_tokens += request.input_tokens
+            next_s = engine.next_event_s()
+            assert next_s is not None
+            now_s = next_s
+            for event in engine.advance(now_s):
+                engine.release(event.name, now_s)
+                outstanding_tokens -= int(event.name.split()[1])
+        busy_s += now_s
+    return setup.prefill * len(requests) / busy_s if busy_s else math.nan
+
+
+def replay(
+    requests: Sequence[Request],
+    dispatcher: Dispatcher,
+    setup: Setup,
+    aims: Aims,
+    *,
+    tenant: Callable[[int], str] = lambda _: "",
+) -> Replayed:
+    """Send the requests at their times and follow each to its end.
+
+    ``tenant`` says whose the n-th request is. Raises RuntimeError if the dispatcher never decides about a request, and
+    ValueError for one that no worker could ever hold.
+    """
+    return _Run(requests, dispatcher, setup, aims, tenant).run()
+
+
+class _Journey:
+    __slots__ = ("cached_tokens", "chain", "number", "placed", "placed_s", "request", "ticket")
+
+    def __init__(self, number: int, request: Request, chain: Chain) -> None:
+        self.number = number
+        self.request = request
+        self.chain = chain
+        self.ticket: Hashable = None
+        self.placed: Placed | Refused | None = None
+        self.placed_s = 0.0
+        self.cached_tokens = 0
+
+
+class _Worker:
+    """An engine, when it wants to be looked at next, and what it had reported before."""
+
+    __slots__ = ("address", "computed_tokens", "engine", "next_s", "reported")
+
+    def __init__(self, address: str, setup: Setup) -> None:
+        self.address = address
+        self.engine = TwinEngine(address, setup.engine, setup.profile)
+        self.next_s = math.inf
+        self.computed_tokens = 0
+        self.reported: TwinLoad = self.engine.load()
+
+    def stirred(self) -> None:
+        next_s = self.engine.next_event_s()
+        self.next_s = math.inf if next_s is None else next_s
+
+
+class _Run:
+    def __init__(
+        self, requests: Sequence[Request], dispatcher: Dispatcher, setup: Setup, aims: Aims, tenant: Callable[[int], str]
+    ) -> None:
+        self._requests = requests
+        self._dispatcher = dispatcher
+        self._setup = setup
+        self._aims = aims
+        self._tenant = tenant
+        self._prefill = {address: _Worker(address, setup) for address in setup.prefill_addresses}
+        self._decode = {address: _Worker(address, setup) for address in setup.decode_addresses}
+        self._workers = [*self._prefill.values(), *self._decode.values()]
+        self._journeys: dict[str, _Journey] = {}
+        self._by_ticket: dict[Hashable, _Journey] = {}
+        self._outcomes: dict[int, Outcome] = {}
+        self._placed: dict[int, Placed | Refused] = {}
+        self._messages: list[tuple[float, int, Callable[[float], None]]] = []
+        self._sent = 0
+
+    def run(self) -> Replayed:
+        began_s = time.perf_counter()
+        now_s = 0.0
+        arriving = 0
+        scrape_s = 0.0
+        requests = self._requests
+        while len(self._outcomes) < len(requests):
+            arrival_s = requests[arriving].at_s if arriving < len(requests) else math.inf
+            wake_s = self._dispatcher.next_wake_s()
+            message_s = self._messages[0][0] if self._messages else math.inf
+            worker_s = min(worker.next_s for worker in self._workers)
+            next_s = min(arrival_s, worker_s, message_s, math.inf if wake_s is None else wake_s)
+            if next_s == math.inf:
+                raise RuntimeError(f"{len(requests) - len(self._outcomes)} requests were never decided about")
+            now_s = max(now_s, min(next_s, scrape_s))
+            decide = wake_s is not None and wake_s <= now_s
+            if worker_s <= now_s:
+                for worker in self._workers:
+                    if worker.next_s <= now_s:
+                        for event in worker.engine.advance(now_s):
+                            self._happened(worker, event)
+                        worker.stirred()
+            while self._messages and self._messages[0][0] <= now_s:
+                heapq.heappop(self._messages)[2](now_s)
+                decide = True
+            while arriving < len(requests) and requests[arriving].at_s <= now_s:
+                self._arrived(arriving, now_s)
+                arriving += 1
+                decide = True
+            if scrape_s <= now_s:
+                scrape_s = now_s + self._setup.scrape_s
+                for worker in self._workers:
+                    self._report(worker, now_s)
+                decide = True
+            if decide:
+                for ticket, placed in self._dispatcher.poll(now_s):
+                    self._decided(self._by_ticket[ticket], placed, now_s)
+        computed = [worker.computed_tokens for worker in self._prefill.values()]
+        return Replayed(
+            outcomes=[self._outcomes[number] for number in range(len(requests))],
+            placed=[self._placed[number] for number in range(len(requests))],
+            load_spread=max(computed) * len(computed) / sum(computed) if sum(computed) else math.nan,
+            virtual_s=now_s,
+            wall_s=time.perf_counter() - began_s,
+        )
+
+    def _send(self, at_s: float, what: Callable[[float], None]) -> None:
+        self._sent += 1
+        heapq.heappush(self._messages, (at_s, self._sent, what))
+
+    def _arrived(self, number: int, now_s: float) -> None:
+        request = self._requests[number]
+        journey = _Journey(number, request, chain_of_ids(request.hash_ids, request.input_tokens))
+        self._journeys[str(number)] = journey
+        job = Job(
+            model=None,
+            chain=journey.chain,
+            tokens=request.input_tokens,
+            aims=self._aims,
+            arrived_s=now_s,
+            deadline_s=now_s + _PATIENCE_S,
+            tenant=self._tenant(number),
+            answer_tokens=request.output_tokens,
+        )
+        journey.ticket = self._dispatcher.submit(job, now_s)
+        self._by_ticket[journey.ticket] = journey
+
+    def _decided(self, journey: _Journey, placed: Placed | Refused, now_s: float) -> None:
+        journey.placed, journey.placed_s = placed, now_s
+        if isinstance(placed, Refused):
+            self._end(journey, None, now_s)
+            return
+        leg = self._start_whole if placed.prefill is None else self._start_prefill
+        self._send(now_s + self._setup.hop_s, lambda at_s: leg(journey, placed, at_s))
+
+    def _start_prefill(self, journey: _Journey, placed: Placed, now_s: float) -> None:
+        assert placed.prefill is not None
+        worker, request = self._prefill[placed.prefill], journey.request
+        worker.engine.submit_prefill(str(journey.number), journey.chain.hashes, request.input_tokens, now_s)
+        worker.stirred()
+
+    def _start_whole(self, journey: _Journey, placed: Placed, now_s: float) -> None:
+        worker, request = self._decode[placed.decode], journey.request
+        worker.engine.submit_whole(
+            str(journey.number), journey.chain.hashes, request.input_tokens, request.output_tokens, now_s
+        )
+        worker.stirred()
+
+    def _start_decode(self, journey: _Journey, placed: Placed, now_s: float) -> None:
+        assert placed.prefill is not None
+        worker, request = self._decode[placed.decode], journey.request
+        worker.engine.submit_decode(
+            str(journey.number),
+            journey.chain.hashes,
+            request.input_tokens,
+            request.output_tokens,
+            now_s,
+            peer=placed.prefill,
+        )
+        worker.stirred()
+
+    def _happened(self, worker: _Worker, event: Event) -> None:
+        if isinstance(event, Pulled):
+            peer = self._prefill[event.peer]
+            peer.engine.release(event.name, event.at_s)
+            peer.stirred()
+            return
+        journey = self._journeys[event.name]
+        done = event
+        if worker.address in self._prefill:
+            self._send(event.at_s + self._setup.hop_s, lambda now_s: self._prefilled(journey, worker, done, now_s))
+        else:
+            self._send(event.at_s + self._setup.hop_s, lambda now_s: self._end(journey, done, now_s))
+
+    def _prefilled(self, journey: _Journey, worker: _Worker, done: Done, now_s: float) -> None:
+        tokens, placed = journey.request.input_tokens, journey.placed
+        assert isinstance(placed, Placed)
+        journey.cached_tokens = done.cached_tokens
+        worker.computed_tokens += tokens - done.cached_tokens
+        self._dispatcher.prefill_done(journey.ticket, now_s, tokens=tokens, cached_tokens=done.cached_tokens)
+        self._send(now_s + self._setup.hop_s, lambda at_s: self._start_decode(journey, placed, at_s))
+
+    def _end(self, journey: _Journey, done: Done | None, now_s: float) -> None:
+        request, placed = journey.request, journey.placed
+        assert placed is not None
+        del self._by_ticket[journey.ticket], self._journeys[str(journey.number)]
+        cached_tokens = journey.cached_tokens
+        if done is not None:
+            self._dispatcher.decode_done(journey.ticket, now_s)
+            if isinstance(placed, Placed) and placed.prefill is None:
+                cached_tokens = done.cached_tokens
+        self._placed[journey.number] = placed
+        self._outcomes[journey.number] = Outcome(
+            arrived_s=request.at_s,
+            ttft_s=None if done is None else done.first_token_s + self._setup.hop_s - request.at_s,
+            itl_p99_s=None if done is None else done.itl_p99_s,
+            input_tokens=request.input_tokens,
+            cached_tokens=cached_tokens,
+            output_tokens=0 if done is None else request.output_tokens,
+            status=Status.REFUSED if done is None else Status.SERVED,
+            tenant=self._tenant(journey.number),
+            wait_s=journey.placed_s - request.at_s,
+        )
+
+    def _report(self, worker: _Worker, now_s: float) -> None:
+        before, load = worker.reported, worker.engine.load()
+        worker.reported = load
+        gaps, transfers = load.gaps - before.gaps, load.transfers - before.transfers
+        moved = (load.transferred_tokens - before.transferred_tokens) * self._setup.profile.kv_bytes_a_token
+        self._dispatcher.on_load(
+            worker.address,
+            Load(
+                running=float(load.running),
+                waiting=float(load.waiting),
+                kv_usage=load.kv_usage,
+                kv_tokens=self._setup.engine.num_blocks * self._setup.engine.block_tokens,
+                itl_s=(load.gaps_s - before.gaps_s) / gaps if gaps else None,
+                transfer_s=(load.transfers_s - before.transfers_s) / transfers if transfers else None,
+                transfer_bytes=moved / transfers if transfers else None,
+            ),
+            now_s,
+        )
