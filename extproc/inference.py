@@ -95,10 +95,12 @@ class InferenceRequest(msgspec.Struct, frozen=True):
     """Top-level key -> the JSON bytes of its value, in the client's order."""
     removed: tuple[str, ...]
     """Keys that were taken out, as dotted paths."""
+    renamed: bool = False
+    """The model is not the one that the client named."""
 
     def clean_body(self) -> bytes | None:
         """The body for a worker that does it all; None if the client's bytes can go on as they are."""
-        return _encode(self.fields) if self.removed else None
+        return _encode(self.fields) if self.removed or self.renamed else None
 
     def decode_body(self, kv_transfer_params: bytes | None, prompt_token_ids: bytes | None = None) -> bytes | None:
         """What the client sent, and the handoff; None if the client's bytes can go on as they are.
@@ -149,6 +151,14 @@ class InferenceRequest(msgspec.Struct, frozen=True):
         if not name:
             raise ApiError("model_missing", "the body names no model", param="model")
         return name
+
+    def with_model(self, name: str) -> InferenceRequest:
+        """The same request for the model ``name``, on every leg. Raises ApiError (400) if it names no model."""
+        if name == self.model():
+            return self
+        # The key stays where it stands.
+        fields = {**self.fields, "model": msgspec.Raw(_encode(name))}
+        return InferenceRequest(self.treatment, fields, self.removed, renamed=True)
 
     def _given(self, key: str) -> bool:
         value = self.fields.get(key)
