@@ -1,40 +1,280 @@
-"""Choose the workers of one request. Round robin over the live endpoints of each role."""
+"""Choose workers: the pair, or one decode worker for all of it, that costs least under the policy's objective.
+
+Not every pair is weighed: of each role those that hold most of the prompt, and those with the least to do.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import random
+from collections import OrderedDict
+from collections.abc import Collection, Mapping
+from heapq import nsmallest
+from typing import NamedTuple
 
-from extproc.routing.pool import Endpoint, Pool, Role
+from extproc.routing import health
+from extproc.routing.cost import Costs
+from extproc.routing.decision import Candidate, Decision
+from extproc.routing.job import Aims, Job, Mode, Objective
+from extproc.routing.pool import Endpoint, Pool, Role, matches
+from extproc.routing.settings import Routing
+
+_IDLEST = 3
+_WARMEST = 3
+"""So many of each role are weighed."""
+
+_SESSIONS = 100_000
+
+_GROUPS = 1_000
+"""Lists of candidates that are remembered until the pool changes."""
 
 
 class NoEndpointError(Exception):
     """No worker of a role can take the request."""
 
-    def __init__(self, role: Role, model: str | None = None) -> None:
-        """``model`` is given where workers are live, but none serves it."""
+    def __init__(self, role: Role, model: str | None = None, labels: Mapping[str, str] | None = None) -> None:
+        """``model`` is given where workers are live, but none serves it; ``labels`` where none of those has them."""
         what = f"serves the model {model!r}" if model is not None else "is live"
+        if labels:
+            what = f"has the labels {dict(labels)}"
         super().__init__(f"no {role.value} worker {what}")
         self.role = role
         self.model = model
 
 
-class RoundRobin:
-    """Turns of its own for each role, so that the two legs do not lock step."""
+class FullError(Exception):
+    """Every decode worker runs all the sequences that it can."""
 
-    def __init__(self) -> None:
-        self._turn = dict.fromkeys(Role, 0)
 
-    def pick(self, pool: Pool, role: Role, *, model: str | None = None, exclude: Collection[str] = ()) -> Endpoint:
-        """The next live endpoint of ``role`` that serves ``model``, but none of the addresses in ``exclude``.
+class Hits(NamedTuple):
+    """Prompt tokens that workers hold, by address."""
 
-        Raises NoEndpointError.
+    tokens: Mapping[str, int]
+
+    def of(self, endpoint: Endpoint) -> int:
+        """In the cache of one."""
+        return self.tokens.get(endpoint.address, 0)
+
+
+class Picker:
+    """Chooses; it changes nothing but whose turn it is among equals."""
+
+    def __init__(self, pool: Pool, costs: Costs, settings: Routing) -> None:
+        self._pool = pool
+        self._costs = costs
+        self._settings = settings
+        self._random = random.Random(settings.seed)  # noqa: S311 (a load balancer, not a secret)
+        self._groups: dict[tuple[Role, str | None, frozenset[tuple[str, str]]], list[Endpoint]] = {}
+        self._version = -1
+        self._sessions: OrderedDict[str, str] = OrderedDict()
+        self.panics = 0
+        """Choices among workers that all failed lately."""
+
+    # -- who may -----------------------------------------------------------------------------------------------------------
+
+    def group(self, role: Role, model: str | None, labels: Mapping[str, str]) -> list[Endpoint]:
+        """The live endpoints of ``role`` that serve ``model`` and have ``labels``. Raises NoEndpointError."""
+        if self._version != self._pool.version or len(self._groups) > _GROUPS:
+            self._version = self._pool.version
+            self._groups.clear()
+        key = (role, model, frozenset(labels.items()))
+        found = self._groups.get(key)
+        if found is None:
+            live = self._pool.live(role)
+            serving = [each for each in live if each.serves(model)]
+            if not serving:
+                raise NoEndpointError(role, model if live else None)
+            found = [each for each in serving if matches(each.labels, labels)]
+            if not found:
+                raise NoEndpointError(role, labels=labels)
+            self._groups[key] = found
+        return found
+
+    def able(
+        self, role: Role, model: str | None, labels: Mapping[str, str], now_s: float, exclude: Collection[str] = ()
+    ) -> list[Endpoint]:
+        """Those of a group that did not just fail; if all did, all of them. Raises NoEndpointError."""
+        group = self.group(role, model, labels)
+        if exclude:
+            group = [each for each in group if each.address not in exclude]
+            if not group:
+                raise NoEndpointError(role)
+        good = [each for each in group if health.usable(each.leg(role), now_s)]
+        if not good:
+            self.panics += 1
+            return group
+        return good
+
+    # -- decode ------------------------------------------------------------------------------------------------------------
+
+    def decodes(
+        self, job: Job, hits: Hits, now_s: float, exclude: Collection[str] = (), *, admit: bool = True
+    ) -> list[Endpoint]:
+        """Decode workers worth weighing. Without ``admit`` they may be full: they queue themselves.
+
+        Raises NoEndpointError, FullError.
         """
-        live = pool.live(role)
-        serving = [endpoint for endpoint in live if endpoint.serves(model)]
-        candidates = [endpoint for endpoint in serving if endpoint.address not in exclude]
-        if not candidates:
-            raise NoEndpointError(role, model if live and not serving else None)
-        turn = self._turn[role]
-        if not exclude:  # a second try takes no turn, or a worker that fails would get every other request
-            self._turn[role] = turn + 1
-        return candidates[turn % len(candidates)]
+        aims, costs = job.aims, self._costs
+        able = self.able(Role.DECODE, job.model, aims.decode_labels, now_s, exclude)
+        need = job.tokens + costs.answer_tokens(job)
+        room = [each for each in able if not costs.full(each, need, now_s)]
+        if not room:
+            if admit:
+                raise FullError
+            room = able
+        home = self._sessions.get(job.session) if job.session else None
+        if home is not None:
+            at_home = [each for each in room if each.address == home]
+            if at_home:
+                return at_home
+        if aims.objective is Objective.RANDOM:
+            return [self._random.choice(room)]
+        if aims.objective is Objective.ROUND_ROBIN:
+            return [min(room, key=lambda each: each.decode.turn)]
+        if aims.itl_slo_s is not None:
+            slo_s = aims.itl_slo_s
+            quick = [each for each in room if costs.decode_rate(each).itl_s(costs.sequences(each, now_s) + 1) <= slo_s]
+            room = quick or room
+        idlest = nsmallest(_IDLEST, room, key=lambda each: (costs.sequences(each, now_s), each.decode.turn))
+        if aims.objective is Objective.LEAST_LOAD:
+            return idlest[:1]
+        return _with_warmest(idlest, room, hits)
+
+    def decode(self, job: Job, prefill: Endpoint, hits: Hits, now_s: float, exclude: Collection[str] = ()) -> Candidate:
+        """The best decode worker for a prompt that ``prefill`` computes. Raises NoEndpointError, FullError."""
+        return min(self._pairs(job, [prefill], self.decodes(job, hits, now_s, exclude), hits, now_s), key=_cost)
+
+    def remember(self, session: str, decode: str) -> None:
+        """The conversation ``session`` is on the worker ``decode`` now."""
+        if session:
+            self._sessions[session] = decode
+            self._sessions.move_to_end(session)
+            if len(self._sessions) > _SESSIONS:
+                self._sessions.popitem(last=False)
+
+    # -- prefill -----------------------------------------------------------------------------------------------------------
+
+    def prefills(self, job: Job, hits: Hits, now_s: float, exclude: Collection[str] = ()) -> list[Endpoint]:
+        """Prefill workers worth weighing. Raises NoEndpointError."""
+        objective, costs = job.aims.objective, self._costs
+        able = self.able(Role.PREFILL, job.model, job.aims.prefill_labels, now_s, exclude)
+        if objective is Objective.RANDOM:
+            return [self._random.choice(able)]
+        if objective is Objective.ROUND_ROBIN:
+            return [min(able, key=lambda each: each.prefill.turn)]
+        if objective is Objective.LEAST_LOAD:
+            return [min(able, key=lambda each: (costs.outstanding_tokens(each, now_s), each.prefill.turn))]
+        if objective is Objective.PREFIX:
+            return [max(able, key=lambda each: (hits.of(each), -each.prefill.turn))]
+        idlest = nsmallest(_IDLEST, able, key=lambda each: (costs.backlog_s(each, now_s), each.prefill.turn))
+        return _with_warmest(idlest, able, hits)
+
+    # -- both --------------------------------------------------------------------------------------------------------------
+
+    def apart(
+        self, job: Job, hits: Hits, now_s: float, exclude: Collection[str] = (), *, admit: bool = True
+    ) -> list[Candidate]:
+        """Pairs, the best first. Raises NoEndpointError, FullError."""
+        decodes = self.decodes(job, hits, now_s, admit=admit)
+        return sorted(self._pairs(job, self.prefills(job, hits, now_s, exclude), decodes, hits, now_s), key=_cost)
+
+    def whole(
+        self, job: Job, hits: Hits, now_s: float, exclude: Collection[str] = (), *, admit: bool = True
+    ) -> list[Candidate]:
+        """Decode workers that would do it all, the best first; ``refused`` where that breaks the ITL SLO of streams there.
+
+        Raises NoEndpointError, FullError.
+        """
+        found = []
+        for decode in self.decodes(job, hits, now_s, exclude, admit=admit):
+            cached = hits.of(decode)
+            terms = self._costs.whole(job, decode, cached, now_s)
+            found.append(
+                Candidate(
+                    prefill=None,
+                    decode=decode.address,
+                    cost=self._costs.total(job.aims, terms, pressure=0.0),
+                    terms=terms,
+                    cached_decode_tokens=cached,
+                    refused=self._stalls(job, decode, cached, now_s),
+                )
+            )
+        return sorted(found, key=_cost)
+
+    def _stalls(self, job: Job, decode: Endpoint, cached: int, now_s: float) -> str | None:
+        if job.aims.itl_slo_s is None or self._costs.sequences(decode, now_s) < 1:
+            return None
+        gap_s = self._costs.longest_stall_s(job, decode, cached, now_s)
+        if gap_s <= job.aims.itl_slo_s:
+            return None
+        return f"its streams would stand still for {gap_s * 1e3:.0f} ms, over the ITL SLO"
+
+    def pressure(self, prefills: Collection[Endpoint], now_s: float) -> float:
+        """How busy prefill workers are: the share of them that has work."""
+        return sum(self._costs.backlog_s(each, now_s) > 0 for each in prefills) / max(len(prefills), 1)
+
+    def _pairs(self, job: Job, prefills: list[Endpoint], decodes: list[Endpoint], hits: Hits, now_s: float) -> list[Candidate]:
+        pressure = self.pressure(prefills, now_s)
+        found = []
+        for prefill in prefills:
+            cached_prefill = hits.of(prefill)
+            for decode in decodes:
+                if prefill is decode:
+                    continue  # to itself nothing is handed over: that is the other kind of choice
+                cached_decode = hits.of(decode)
+                terms = self._costs.apart(job, prefill, decode, cached_prefill, cached_decode, now_s)
+                found.append(
+                    Candidate(
+                        prefill=prefill.address,
+                        decode=decode.address,
+                        cost=self._costs.total(job.aims, terms, pressure=pressure),
+                        terms=terms,
+                        cached_prefill_tokens=cached_prefill,
+                        cached_decode_tokens=cached_decode,
+                    )
+                )
+        if not found:
+            raise NoEndpointError(Role.PREFILL)
+        return found
+
+
+def worth_a_handoff(aims: Aims, apart: list[Candidate], whole: list[Candidate], tokens: int, wait_s: float) -> str | None:
+    """Why a prompt is handed over, or None if a decode worker shall do it all. ``wait_s``: in our queue, expected."""
+    if aims.mode is Mode.DISAGGREGATE:
+        return "policy"
+    if not whole:
+        return "cost"
+    best = whole[0]
+    if aims.threshold_uncached_tokens is not None:
+        return "threshold" if tokens - best.cached_decode_tokens >= aims.threshold_uncached_tokens else None
+    allowed = next((each for each in whole if each.refused is None), None)
+    if allowed is None:
+        return "cost"
+    return "cost" if apart[0].cost + wait_s <= allowed.cost else None
+
+
+def decision(job: Job, chosen: Candidate, reason: str, candidates: list[Candidate]) -> Decision:
+    """What is kept of a choice."""
+    return Decision(
+        policy=job.aims.policy,
+        objective=job.aims.objective.value,
+        reason=reason,
+        prefill=chosen.prefill,
+        decode=chosen.decode,
+        prompt_tokens=job.tokens,
+        cached_tokens=chosen.cached_decode_tokens if chosen.prefill is None else chosen.cached_prefill_tokens,
+        terms=chosen.terms,
+        candidates=[chosen, *(each for each in candidates if each is not chosen)][:8],
+    )
+
+
+def _cost(candidate: Candidate) -> float:
+    return candidate.cost
+
+
+def _with_warmest(idlest: list[Endpoint], able: list[Endpoint], hits: Hits) -> list[Endpoint]:
+    if not hits.tokens:
+        return idlest
+    warm = [each for each in able if each.address in hits.tokens and each not in idlest]
+    if len(warm) > _WARMEST:
+        warm = nsmallest(_WARMEST, warm, key=lambda each: -hits.of(each))
+    return idlest + warm

@@ -1,66 +1,238 @@
-"""The workers, which of them are live, and what is in flight on each."""
+"""The workers: which of them may get what, and the ledger of what is in flight on each."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+import math
+from collections.abc import Iterable, Mapping
 from enum import Enum
+
+from extproc.routing.endpoint_spec import EndpointSet, EndpointSpec
+from extproc.routing.load import Load
 
 
 class Role(Enum):
-    """What a worker does."""
+    """One of the two legs of a request, and who serves it."""
 
     PREFILL = "prefill"
     DECODE = "decode"
 
 
+class Claim:
+    """One request's share in the load of a worker, from the decision to its end. Given back once, however often asked."""
+
+    __slots__ = ("leg", "since_s", "tokens", "work_s")
+
+    def __init__(self, leg: Leg, tokens: int, work_s: float, since_s: float) -> None:
+        self.leg: Leg | None = leg
+        self.tokens = tokens
+        """Prefill: prompt tokens to compute. Decode: KV tokens of prompt and answer."""
+        self.work_s = work_s
+        """Prefill: seconds that the worker is expected to need."""
+        self.since_s = since_s
+
+    def release(self, now_s: float) -> bool:
+        """Give it back; False if that was done before."""
+        leg, self.leg = self.leg, None
+        if leg is None:
+            return False
+        leg.give_back(self, now_s)
+        return True
+
+
+class Leg:
+    """A worker in one of its roles: what is in flight, when it will be through, and whether it fails."""
+
+    __slots__ = (
+        "_peak",
+        "blocked_until_s",
+        "busy_until_s",
+        "claims",
+        "external_requests",
+        "external_s",
+        "failures",
+        "tokens",
+        "turn",
+    )
+
+    def __init__(self) -> None:
+        self.claims: dict[Claim, None] = {}
+        """In the order of the decisions."""
+        self.tokens = 0
+        self.busy_until_s = -math.inf
+        """Prefill: when the work in flight is expected to be done."""
+        self.turn = 0
+        """When it was last chosen, as a number that counts choices: among equals the one that waits longest goes first."""
+        self.failures = 0
+        """In a row."""
+        self.blocked_until_s = -math.inf
+        self.external_requests = 0.0
+        """On the worker but not ours, when it last reported: other replicas, direct clients."""
+        self.external_s = -math.inf
+        """When that was."""
+        self._peak = 0
+
+    def peak(self) -> int:
+        """The most requests in flight since this was last asked: a report may count one that has ended since."""
+        peak, self._peak = self._peak, len(self.claims)
+        return peak
+
+    @property
+    def requests(self) -> int:
+        """Requests in flight through this process."""
+        return len(self.claims)
+
+    def claim(self, *, tokens: int, work_s: float, now_s: float, turn: int) -> Claim:
+        """Count one request, from now on."""
+        claim = Claim(self, tokens, work_s, now_s)
+        self.claims[claim] = None
+        self._peak = max(self._peak, len(self.claims))
+        self.tokens += tokens
+        self.busy_until_s = max(self.busy_until_s, now_s) + work_s
+        self.turn = turn
+        return claim
+
+    def give_back(self, claim: Claim, now_s: float) -> None:
+        """Only for Claim.release."""
+        del self.claims[claim]
+        self.tokens -= claim.tokens
+        # The engine serves in order: what is left begins now, at the earliest.
+        self.busy_until_s = now_s + sum(left.work_s for left in self.claims)
+
+    def expire(self, before_s: float, now_s: float) -> int:
+        """Give back what has been in flight since before ``before_s``: a guard against leaks; how many there were."""
+        old = [claim for claim in self.claims if claim.since_s < before_s]
+        return sum(claim.release(now_s) for claim in old)
+
+
 class Endpoint:
-    """One worker in one role."""
+    """One worker."""
 
-    __slots__ = ("address", "in_flight", "live", "models", "role")
+    __slots__ = (
+        "_legs",
+        "address",
+        "decode",
+        "kv_tokens",
+        "labels",
+        "leaving",
+        "live",
+        "load",
+        "max_seqs",
+        "models",
+        "prefill",
+        "roles",
+        "spec",
+        "step_tokens",
+    )
 
-    def __init__(self, address: str, role: Role) -> None:
-        self.models: dict[str, bytes] | None = None
-        """Name of a model that it serves -> the JSON by which it describes it; None while nobody knows."""
-        self.address = address
+    def __init__(self, spec: EndpointSpec, roles: frozenset[Role]) -> None:
+        self.address = spec.address
         """``ip:port``."""
-        self.role = role
+        self.roles = roles
+        self.prefill = Leg()
+        self.decode = Leg()
+        self._legs = {Role.PREFILL: self.prefill, Role.DECODE: self.decode}
         self.live = False
         """Unknown counts as not live: the first probe decides."""
-        self.in_flight = 0
-        """Requests on it that came through this filter, counted from the decision."""
+        self.leaving = False
+        """No longer among the configured workers: it finishes what it has."""
+        self.models: dict[str, bytes] | None = None
+        """Name of a model that it serves -> the JSON by which it describes it; None while nobody knows."""
+        self.load: Load | None = None
+        """What it last reported."""
+        self.take(spec)
+
+    def take(self, spec: EndpointSpec) -> None:
+        """What the configuration says of it."""
+        self.spec = spec
+        self.labels: Mapping[str, str] = spec.labels
+        self.kv_tokens = spec.kv_tokens
+        self.max_seqs = spec.max_seqs
+        self.step_tokens = spec.max_batched_tokens
+
+    def leg(self, role: Role) -> Leg:
+        """The side of it that serves ``role``."""
+        return self._legs[role]
 
     def serves(self, model: str | None) -> bool:
         """Whether it may get a request for ``model``. What is not known is not held against it."""
-        return model is None or self.models is None or model in self.models
+        if model is None:
+            return True
+        if self.spec.models is not None:
+            return model in self.spec.models
+        return self.models is None or model in self.models
 
-    @contextmanager
-    def busy(self) -> Iterator[None]:
-        """Count one request on this endpoint for as long as the block runs; every way out gives it back."""
-        self.in_flight += 1
-        try:
-            yield
-        finally:
-            self.in_flight -= 1
+    @property
+    def idle(self) -> bool:
+        """Nothing of ours is in flight on it."""
+        return not self.prefill.claims and not self.decode.claims
 
 
 class Pool:
-    """All endpoints, in the order of the configuration."""
+    """All endpoints, in the order of the configuration. ``version`` changes with everything that changes who may be chosen."""
 
-    def __init__(self, prefill: Iterable[str], decode: Iterable[str]) -> None:
-        self.endpoints: tuple[Endpoint, ...] = (
-            *(Endpoint(address, Role.PREFILL) for address in prefill),
-            *(Endpoint(address, Role.DECODE) for address in decode),
-        )
+    def __init__(self, endpoints: EndpointSet) -> None:
+        self.version = 0
+        self._by_address: dict[str, Endpoint] = {}
+        self.replace(endpoints)
+
+    @property
+    def endpoints(self) -> tuple[Endpoint, ...]:
+        """All of them, those that are leaving too."""
+        return tuple(self._by_address.values())
+
+    def get(self, address: str) -> Endpoint | None:
+        """The endpoint at ``ip:port``."""
+        return self._by_address.get(address)
+
+    def replace(self, wanted: EndpointSet) -> None:
+        """Take over a new set of workers. Those that are no longer in it finish what they have and go (:meth:`sweep`)."""
+        found: dict[str, tuple[EndpointSpec, frozenset[Role]]] = {}
+        for specs, roles in (
+            (wanted.prefill, frozenset((Role.PREFILL,))),
+            (wanted.decode, frozenset((Role.DECODE,))),
+            (wanted.both, frozenset(Role)),
+        ):
+            for spec in specs:
+                before = found.get(spec.address)
+                found[spec.address] = (spec, roles | before[1] if before else roles)
+        kept: dict[str, Endpoint] = {}
+        for address, (spec, roles) in found.items():
+            endpoint = self._by_address.get(address) or Endpoint(spec, roles)
+            endpoint.take(spec)
+            endpoint.roles, endpoint.leaving = roles, False
+            kept[address] = endpoint
+        for address, endpoint in self._by_address.items():
+            if address not in kept and not endpoint.idle:
+                endpoint.leaving = True
+                kept[address] = endpoint
+        self._by_address = kept
+        self.version += 1
+
+    def sweep(self) -> list[str]:
+        """Forget those that are leaving and have nothing left to do; their addresses."""
+        gone = [address for address, endpoint in self._by_address.items() if endpoint.leaving and endpoint.idle]
+        for address in gone:
+            del self._by_address[address]
+        return gone
+
+    def set_live(self, endpoint: Endpoint, live: bool) -> None:
+        """What the last probes say."""
+        endpoint.live = live
+        self.version += 1
+
+    def set_models(self, endpoint: Endpoint, models: dict[str, bytes]) -> None:
+        """What the worker lists."""
+        endpoint.models = models
+        self.version += 1
 
     def live(self, role: Role) -> list[Endpoint]:
         """The endpoints of a role that may get a request now."""
-        return [endpoint for endpoint in self.endpoints if endpoint.role is role and endpoint.live]
+        return [each for each in self._by_address.values() if each.live and not each.leaving and role in each.roles]
 
     def models(self) -> dict[str, bytes]:
         """Every model of the live endpoints, with the JSON by which its first worker describes it."""
         merged: dict[str, bytes] = {}
-        for endpoint in self.endpoints:
+        for endpoint in self._by_address.values():
             if endpoint.live:
                 for name, card in (endpoint.models or {}).items():
                     merged.setdefault(name, card)
@@ -69,3 +241,17 @@ class Pool:
     def ready(self) -> bool:
         """Both roles have a live worker."""
         return all(self.live(role) for role in Role)
+
+    def expire(self, before_s: float, now_s: float) -> int:
+        """Give back claims older than ``before_s`` on all endpoints; how many there were, which should be none."""
+        return sum(leg.expire(before_s, now_s) for each in self._by_address.values() for leg in (each.prefill, each.decode))
+
+
+def matches(labels: Mapping[str, str], wanted: Mapping[str, str]) -> bool:
+    """Whether ``labels`` has everything that is ``wanted``."""
+    return all(labels.get(key) == value for key, value in wanted.items())
+
+
+def addresses(endpoints: Iterable[Endpoint]) -> list[str]:
+    """Their ``ip:port``."""
+    return [endpoint.address for endpoint in endpoints]

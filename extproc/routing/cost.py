@@ -1,0 +1,178 @@
+"""Seconds: what one choice of workers costs.
+
+ttft(P, D) = queue(P) + uncached(P) / rate(P) + bytes not on D / bandwidth + handshake(P, D) + queue(D)
+ttft(-, D) = queue(D) + uncached(D) / rate(D)
+"""
+
+from __future__ import annotations
+
+from extproc.routing.decision import Terms
+from extproc.routing.job import Aims, Job, Objective
+from extproc.routing.load import Load
+from extproc.routing.pairs import Pairs
+from extproc.routing.pool import Endpoint
+from extproc.routing.rates import DecodeRate, Ewma, PrefillMeter, PrefillRate, TransferRate
+from extproc.routing.settings import Routing
+
+ANSWER_TOKENS = 256
+"""Length of an answer whose request does not cap it; a cap above it is rarely reached."""
+
+
+class Costs:
+    """What is known about the speed of workers, and the arithmetic on it."""
+
+    def __init__(self, settings: Routing) -> None:
+        self.settings = settings
+        self.pairs = Pairs(settings.handshake_s)
+        self._prefill: dict[str, tuple[PrefillRate, PrefillMeter]] = {}
+        self._decode: dict[str, DecodeRate] = {}
+        self._transfer: dict[str, TransferRate] = {}
+        self._latest: PrefillRate | None = None
+        self._uncached_tokens = Ewma(float(settings.step_tokens) / 4)
+        """Of a typical prompt: what a request of somebody else's is taken for."""
+
+    # -- rates -------------------------------------------------------------------------------------------------------------
+
+    def prefill_rate(self, endpoint: Endpoint) -> PrefillRate:
+        """Of a worker. One that was never seen to prefill counts as fast as another one that was."""
+        known = self._prefill.get(endpoint.address)
+        if known is not None:
+            return known[0]
+        if endpoint.spec.prefill_tokens_per_s is not None:
+            return self._of(endpoint)[0]
+        return self._latest if self._latest is not None else self._of(endpoint)[0]
+
+    def _of(self, endpoint: Endpoint) -> tuple[PrefillRate, PrefillMeter]:
+        known = self._prefill.get(endpoint.address)
+        if known is None:
+            guess = endpoint.spec.prefill_tokens_per_s or self.settings.prefill_tokens_per_s
+            known = self._prefill[endpoint.address] = (PrefillRate(guess), PrefillMeter())
+        return known
+
+    def decode_rate(self, endpoint: Endpoint) -> DecodeRate:
+        """Of a worker."""
+        rate = self._decode.get(endpoint.address)
+        if rate is None:
+            rate = self._decode[endpoint.address] = DecodeRate(self.settings.decode_step_s, self.settings.decode_seq_s)
+        return rate
+
+    def transfer_rate(self, endpoint: Endpoint) -> TransferRate:
+        """Into a decode worker."""
+        rate = self._transfer.get(endpoint.address)
+        if rate is None:
+            rate = self._transfer[endpoint.address] = TransferRate(self.settings.transfer_bytes_per_s)
+        return rate
+
+    def prefilled(self, endpoint: Endpoint, *, sent_s: float, now_s: float, uncached: float, cached: float) -> None:
+        """A prefill worker replied."""
+        rate, meter = self._of(endpoint)
+        meter.reply(rate, sent_s=sent_s, now_s=now_s, uncached=uncached, cached=cached)
+        self._latest = rate
+        self._uncached_tokens.note(uncached)
+
+    def reported(self, endpoint: Endpoint, load: Load) -> None:
+        """A worker reported."""
+        if load.itl_s is not None and load.itl_s > 0:
+            self.decode_rate(endpoint).note(load.running or 1.0, load.itl_s)
+        if load.transfer_s is not None and load.transfer_bytes is not None:
+            self.transfer_rate(endpoint).note(load.transfer_bytes, load.transfer_s)
+
+    def forget(self, address: str) -> None:
+        """The worker is gone."""
+        for known in (self._prefill, self._decode, self._transfer):
+            known.pop(address, None)
+        self.pairs.forget(address)
+
+    # -- states of workers -------------------------------------------------------------------------------------------------
+
+    def external(self, endpoint: Endpoint, now_s: float, *, prefill: bool) -> float:
+        """Requests on the worker that are not ours, as far as its last report is believed."""
+        leg = endpoint.prefill if prefill else endpoint.decode
+        return leg.external_requests if now_s - leg.external_s <= self.settings.stale_s else 0.0
+
+    def backlog_s(self, endpoint: Endpoint, now_s: float) -> float:
+        """Until the prefill worker is through with what it has."""
+        own_s = max(0.0, endpoint.prefill.busy_until_s - now_s)
+        if not endpoint.prefill.external_requests:
+            return own_s
+        others = self.external(endpoint, now_s, prefill=True)
+        return own_s + others * self.prefill_rate(endpoint).seconds(self._uncached_tokens.value)
+
+    def outstanding_tokens(self, endpoint: Endpoint, now_s: float) -> float:
+        """Prompt tokens that the prefill worker has yet to compute, ours and others'."""
+        if not endpoint.prefill.external_requests:
+            return endpoint.prefill.tokens
+        return endpoint.prefill.tokens + self.external(endpoint, now_s, prefill=True) * self._uncached_tokens.value
+
+    def room_tokens(self, endpoint: Endpoint) -> int:
+        """Of one scheduler step."""
+        return endpoint.step_tokens or self.settings.step_tokens
+
+    def sequences(self, endpoint: Endpoint, now_s: float) -> float:
+        """On the decode worker, ours and others'."""
+        return len(endpoint.decode.claims) + self.external(endpoint, now_s, prefill=False)
+
+    def full(self, endpoint: Endpoint, tokens: int, now_s: float) -> bool:
+        """Whether the decode worker has no room for a sequence of ``tokens`` beside those that it runs."""
+        sequences = self.sequences(endpoint, now_s)
+        if sequences < 1:
+            return False  # what does not fit into an empty worker is the engine's to refuse
+        if sequences >= (endpoint.max_seqs or self.settings.worker_max_seqs):
+            return True
+        size = endpoint.kv_tokens or self.settings.worker_kv_tokens
+        return endpoint.decode.tokens + tokens > self.settings.kv_headroom * size
+
+    # -- choices -----------------------------------------------------------------------------------------------------------
+
+    def answer_tokens(self, job: Job) -> int:
+        """Tokens that the answer is expected to have."""
+        return min(job.answer_tokens, ANSWER_TOKENS * 4) if job.answer_tokens is not None else ANSWER_TOKENS
+
+    def apart(
+        self, job: Job, prefill: Endpoint, decode: Endpoint, cached_prefill: int, cached_decode: int, now_s: float
+    ) -> Terms:
+        """A handoff. ``cached_*`` are prompt tokens that the two hold."""
+        uncached = max(job.tokens - cached_prefill, 1)
+        missing_bytes = max(job.tokens - cached_decode, 0) * self.settings.kv_bytes_per_token
+        terms = self._decoding(job, decode, now_s)
+        terms.queue_prefill_s = self.backlog_s(prefill, now_s)
+        terms.prefill_s = self.prefill_rate(prefill).seconds(uncached, cached_prefill)
+        terms.transfer_s = self.transfer_rate(decode).seconds(missing_bytes)
+        terms.handshake_s = self.pairs.handshake_s(prefill.address, decode.address)
+        terms.penalty_s = self.pairs.penalty_s(prefill.address, decode.address, now_s)
+        terms.overhead_s = self.settings.handoff_overhead_s
+        return terms
+
+    def whole(self, job: Job, decode: Endpoint, cached: int, now_s: float) -> Terms:
+        """The decode worker does it all, and its streams wait meanwhile."""
+        terms = self._decoding(job, decode, now_s)
+        terms.prefill_s = self.prefill_rate(decode).seconds(max(job.tokens - cached, 1), cached)
+        terms.stall_s = terms.prefill_s * self.sequences(decode, now_s)
+        return terms
+
+    def longest_stall_s(self, job: Job, decode: Endpoint, cached: int, now_s: float) -> float:
+        """The longest gap between two tokens that a prefill on the decode worker causes in the streams there."""
+        uncached = max(job.tokens - cached, 1)
+        chunk = min(uncached, self.room_tokens(decode))
+        chunk_s = self.prefill_rate(decode).seconds(chunk, job.tokens - chunk)
+        return chunk_s + self.decode_rate(decode).itl_s(self.sequences(decode, now_s))
+
+    def _decoding(self, job: Job, decode: Endpoint, now_s: float) -> Terms:
+        rate = self.decode_rate(decode)
+        sequences = self.sequences(decode, now_s)
+        answer = self.answer_tokens(job)
+        over = sequences + 1 - (decode.max_seqs or self.settings.worker_max_seqs)
+        return Terms(
+            queue_decode_s=max(0.0, over) * rate.itl_s(sequences) * answer / max(sequences, 1),
+            generation_s=answer * (rate.itl_s(sequences + 1) - rate.itl_s(1)),
+        )
+
+    def total(self, aims: Aims, terms: Terms, *, pressure: float) -> float:
+        """What the objective makes of the terms. ``pressure``: how busy the prefill pool is, 0 to 1."""
+        objective = aims.objective
+        if objective is Objective.TTFT:
+            return terms.ttft_s
+        if objective is Objective.THROUGHPUT:
+            return terms.prefill_s + terms.transfer_s + terms.stall_s + terms.generation_s + 0.01 * terms.ttft_s
+        terms.hold_s = self.settings.hold * pressure * terms.prefill_s
+        return terms.ttft_s + terms.hold_s + terms.stall_s + terms.generation_s

@@ -1,0 +1,26 @@
+"""What a worker says about itself, as far as the decision uses it."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """One report. None: the worker did not say."""
+
+    running: float | None = None
+    """Requests in its scheduler."""
+    waiting: float | None = None
+    """Requests that wait for its scheduler."""
+    kv_usage: float | None = None
+    """Share of its KV cache in use, 0 to 1."""
+    kv_tokens: int | None = None
+    """Size of its KV cache."""
+    itl_s: float | None = None
+    """Mean time between tokens since its last report."""
+    transfer_s: float | None = None
+    """Mean duration of a KV transfer that it received since its last report."""
+    transfer_bytes: float | None = None
+    """Mean size of those."""
+    restarted: bool = False
+    """It is a new process since its last report: its cache is empty."""

@@ -1,0 +1,61 @@
+"""What is known about a prefill and a decode worker together: whether they have met, and whether it went wrong."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+_MOST = 100_000
+_PENALTY_S = 5.0
+_PENALTY_MAX_S = 60.0
+
+
+class _Pair:
+    __slots__ = ("failures", "met", "until_s")
+
+    def __init__(self) -> None:
+        self.met = False
+        self.failures = 0
+        self.until_s = 0.0
+
+
+class Pairs:
+    """Bounded: of very many pairs, those not used for longest are forgotten."""
+
+    def __init__(self, handshake_s: float) -> None:
+        self._handshake_s = handshake_s
+        self._pairs: OrderedDict[tuple[str, str], _Pair] = OrderedDict()
+
+    def handshake_s(self, prefill: str, decode: str) -> float:
+        """What the first transfer of a pair costs beside its bytes; 0 once they have met."""
+        pair = self._pairs.get((prefill, decode))
+        return 0.0 if pair is not None and pair.met else self._handshake_s
+
+    def penalty_s(self, prefill: str, decode: str, now_s: float) -> float:
+        """What a pair that failed a while ago is charged: as long as it is not tried again, less every second."""
+        pair = self._pairs.get((prefill, decode))
+        return max(0.0, pair.until_s - now_s) if pair is not None else 0.0
+
+    def succeeded(self, prefill: str, decode: str) -> None:
+        """A handoff between them was read."""
+        pair = self._touch(prefill, decode)
+        pair.met, pair.failures, pair.until_s = True, 0, 0.0
+
+    def failed(self, prefill: str, decode: str, now_s: float) -> None:
+        """The decode worker could not use the handoff. Perhaps one of them is a new engine: they have to meet anew."""
+        pair = self._touch(prefill, decode)
+        pair.failures += 1
+        pair.met = False
+        pair.until_s = now_s + min(_PENALTY_S * 2 ** (pair.failures - 1), _PENALTY_MAX_S)
+
+    def forget(self, address: str) -> None:
+        """The engine at ``address`` is a new one."""
+        for key in [key for key in self._pairs if address in key]:
+            del self._pairs[key]
+
+    def _touch(self, prefill: str, decode: str) -> _Pair:
+        key = (prefill, decode)
+        pair = self._pairs.setdefault(key, _Pair())
+        self._pairs.move_to_end(key)
+        if len(self._pairs) > _MOST:
+            self._pairs.popitem(last=False)
+        return pair

@@ -1,0 +1,270 @@
+"""The prefill queue: who goes next, to which worker, and who is turned away.
+
+Order: the band of the priority first; within it tenants that are not ahead of their share; of those the prompts that can still
+meet their deadline, in the order in which they came, and the others after them. A prompt goes only to the worker where it is
+best off, and waits for that one if it must; the next in line does not wait for it. A small share of the work goes to those that
+have waited longest. See docs/routing.md for what this is worth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+from extproc.routing.job import Job, Late
+from extproc.routing.pool import Endpoint
+from extproc.routing.settings import Routing
+
+TTFT_TARGET_S = 2.5
+"""What a prompt whose policy has no TTFT SLO is taken to aim at, when it is put in order. Nobody is refused for it."""
+
+_AGED_AFTER_SHARE = 0.25
+"""Of the longest wait: from then on a prompt counts as one that has waited long."""
+
+_TENANTS = 10_000
+"""Tenants with a share of their own; the rest have one together."""
+
+_AT_LEAST = 8
+"""Prompts of a tenant that are looked at, however many tenants wait."""
+
+
+class Fit(NamedTuple):
+    """Where a prompt is best off at the moment."""
+
+    endpoint: Endpoint
+    work_s: float
+    """What the worker would need for it."""
+    finish_s: float
+    """From now to its first token there."""
+    soonest_s: float
+    """From now to its first token where that comes first."""
+    ready: bool
+    """Whether that worker has room now."""
+
+
+class Waiting:
+    """One prompt in the queue."""
+
+    __slots__ = ("came_s", "job", "late", "limit_s", "line", "position", "slo_s", "work_s")
+
+    def __init__(self, job: Job, settings: Routing, now_s: float) -> None:
+        self.job = job
+        self.came_s = now_s
+        self.position = 0
+        self.limit_s = now_s + min(job.aims.max_wait_s, settings.queue_wait_s)
+        self.slo_s = job.arrived_s + (job.aims.ttft_slo_s or TTFT_TARGET_S)
+        self.late = False
+        self.work_s = 0.0
+        """What it was last expected to need."""
+        self.line: _Line | None = None
+
+
+class _Line:
+    """The prompts of one tenant in one band."""
+
+    __slots__ = ("aged", "fresh", "served_s", "weight")
+
+    def __init__(self, weight: float, served_s: float) -> None:
+        self.fresh: dict[Waiting, None] = {}
+        self.aged: dict[Waiting, None] = {}
+        """Those that are late, in the order in which they came."""
+        self.served_s = served_s
+        """Prefill seconds that it got, by its weight: its virtual time."""
+        self.weight = weight
+
+    def __len__(self) -> int:
+        return len(self.fresh) + len(self.aged)
+
+
+class QueueFullError(Exception):
+    """No more prompts may wait; the message says which limit is met."""
+
+
+class PrefillQueue:
+    """One queue; prompts of several models wait in it side by side."""
+
+    def __init__(self, settings: Routing) -> None:
+        self._settings = settings
+        self._bands: dict[int, dict[str, _Line]] = {}
+        self._all: dict[Waiting, None] = {}
+        """In the order in which they came."""
+        self._limits: list[tuple[float, int, Waiting]] = []
+        self._count = 0
+        self._work_s = self._aged_work_s = 0.0
+        self.bytes = 0
+        self.queued_s = 0.0
+        """Work of all that wait, as expected when they came."""
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def __iter__(self) -> Iterator[Waiting]:
+        return iter(self._all)
+
+    # -- coming and going --------------------------------------------------------------------------------------------------
+
+    def add(self, waiting: Waiting, work_s: float) -> None:
+        """A prompt begins to wait. Raises QueueFullError."""
+        settings = self._settings
+        if len(self._all) >= settings.queue_requests:
+            raise QueueFullError(f"{len(self._all)} prompts wait already (routing.queue_requests)")
+        if self.bytes + waiting.job.size_bytes > settings.queue_bytes:
+            raise QueueFullError(f"prompts of {self.bytes} bytes wait already (routing.queue_bytes)")
+        waiting.position, waiting.work_s = len(self._all), work_s
+        self._all[waiting] = None
+        self.bytes += waiting.job.size_bytes
+        self.queued_s += work_s
+        waiting.line = self._line(waiting.job)
+        (waiting.line.aged if waiting.late else waiting.line.fresh)[waiting] = None
+        self._count += 1
+        heappush(self._limits, (min(waiting.limit_s, waiting.job.deadline_s), self._count, waiting))
+
+    def remove(self, waiting: Waiting) -> bool:
+        """It waits no longer, whatever the reason; False if it did not."""
+        if waiting not in self._all:
+            return False
+        del self._all[waiting]
+        self.bytes -= waiting.job.size_bytes
+        self.queued_s = max(0.0, self.queued_s - waiting.work_s) if self._all else 0.0
+        line = waiting.line
+        assert line is not None
+        line.fresh.pop(waiting, None)
+        line.aged.pop(waiting, None)
+        return True
+
+    def _line(self, job: Job) -> _Line:
+        lines = self._bands.setdefault(job.aims.priority, {})
+        tenant = job.tenant if job.tenant in lines or len(lines) < _TENANTS else ""
+        line = lines.get(tenant)
+        active = [each.served_s for each in lines.values() if len(each)]
+        start_s = min(active) if active else max((each.served_s for each in lines.values()), default=0.0)
+        if line is None:
+            if len(lines) > 16:  # forget tenants that have nothing to claim
+                for name in [name for name, each in lines.items() if not len(each) and each.served_s <= start_s]:
+                    del lines[name]
+            line = lines[tenant] = _Line(job.aims.weight, start_s)
+        elif not len(line):
+            # Whoever asked for nothing saves nothing up.
+            line.served_s = max(line.served_s, start_s)
+        line.weight = job.aims.weight
+        return line
+
+    # -- time --------------------------------------------------------------------------------------------------------------
+
+    def due(self, now_s: float) -> list[Waiting]:
+        """Take out those whose limit or deadline has passed."""
+        found = []
+        while self._limits and (self._limits[0][0] <= now_s or self._limits[0][2] not in self._all):
+            waiting = heappop(self._limits)[2]
+            if self.remove(waiting):
+                found.append(waiting)
+        return found
+
+    def next_due_s(self) -> float | None:
+        """When the next limit or deadline passes."""
+        while self._limits and self._limits[0][2] not in self._all:
+            heappop(self._limits)
+        return self._limits[0][0] if self._limits else None
+
+    # -- who goes next -----------------------------------------------------------------------------------------------------
+
+    def next(self, now_s: float, weigh: Callable[[Waiting], Fit | None]) -> tuple[Waiting, Fit] | None:
+        """The prompt that goes now, and where; it is taken out. None: nobody can go.
+
+        ``weigh`` says where a prompt is best off; None if nobody can take it at the moment.
+        """
+        found = self._longest_waiting(now_s, weigh) or self._in_order(now_s, weigh)
+        if found is not None:
+            waiting, fit = found
+            self._work_s = self._work_s * 0.99 + fit.work_s
+            self._aged_work_s *= 0.99
+            line = waiting.line
+            assert line is not None
+            line.served_s += fit.work_s / line.weight
+            self.remove(waiting)
+        return found
+
+    def _longest_waiting(self, now_s: float, weigh: Callable[[Waiting], Fit | None]) -> tuple[Waiting, Fit] | None:
+        if not self._all or self._aged_work_s >= self._settings.aged_share * self._work_s:
+            return None
+        waiting = next(iter(self._all))
+        wait_s = waiting.limit_s - waiting.came_s
+        if not waiting.late or now_s - waiting.came_s < _AGED_AFTER_SHARE * wait_s:
+            return None
+        fit = weigh(waiting)
+        if fit is None or not fit.ready:
+            return None
+        self._aged_work_s += fit.work_s
+        return waiting, fit
+
+    def _in_order(self, now_s: float, weigh: Callable[[Waiting], Fit | None]) -> tuple[Waiting, Fit] | None:
+        for band in sorted(self._bands):
+            lines = [line for line in self._bands[band].values() if len(line)]
+            if not lines:
+                continue
+            if len(lines) == 1:
+                groups = [lines]
+            else:
+                # One that is ahead of the last by more than the quantum lets the others go first.
+                ahead_s = min(line.served_s for line in lines) + self._settings.tenant_quantum_s
+                groups = [
+                    [line for line in lines if line.served_s <= ahead_s],
+                    [line for line in lines if line.served_s > ahead_s],
+                ]
+            share = max(self._settings.window // len(lines), _AT_LEAST)
+            for group in groups:
+                found = self._first_fresh(group, share, now_s, weigh) or self._first_late(group, share, weigh)
+                if found is not None:
+                    return found
+        return None
+
+    def _first_fresh(
+        self, lines: list[_Line], share: int, now_s: float, weigh: Callable[[Waiting], Fit | None]
+    ) -> tuple[Waiting, Fit] | None:
+        best: tuple[Waiting, Fit] | None = None
+        for line in lines:
+            for waiting in list(line.fresh)[:share] if len(line.fresh) > share else list(line.fresh):
+                if best is not None and waiting.came_s >= best[0].came_s:
+                    break
+                fit = weigh(waiting)
+                if fit is None:
+                    continue
+                if now_s + fit.soonest_s > waiting.slo_s:
+                    self._is_late(waiting)
+                elif fit.ready:
+                    best = waiting, fit
+                    break
+        return best
+
+    def _first_late(self, lines: list[_Line], share: int, weigh: Callable[[Waiting], Fit | None]) -> tuple[Waiting, Fit] | None:
+        best: tuple[Waiting, Fit] | None = None
+        for line in lines:
+            for number, waiting in enumerate(line.aged):
+                if number >= share or (best is not None and waiting.came_s >= best[0].came_s):
+                    break
+                fit = weigh(waiting)
+                if fit is not None and fit.ready:
+                    best = waiting, fit
+                    break
+        return best
+
+    def _is_late(self, waiting: Waiting) -> None:
+        line = waiting.line
+        assert line is not None
+        waiting.late = True
+        del line.fresh[waiting]
+        line.aged[waiting] = None
+
+    def late(self, now_s: float, weigh: Callable[[Waiting], Fit | None]) -> list[Waiting]:
+        """Take out those that are late, and whose policy does not let them wait then."""
+        found = []
+        for lines in self._bands.values():
+            for line in lines.values():
+                for waiting in [each for each in line.fresh if each.job.aims.late is not Late.WAIT]:
+                    fit = weigh(waiting)
+                    if fit is not None and now_s + fit.soonest_s > waiting.slo_s:
+                        found.append(waiting)
+        for waiting in found:
+            self.remove(waiting)
+        return found

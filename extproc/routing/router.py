@@ -1,0 +1,570 @@
+"""Prompts in, workers out: the one object that holds what the decision needs, and that everything is told to.
+
+Pure: whoever drives it (the filter, or `baton replay`) gives the time, and asks again when something happened or when
+:meth:`Router.next_wake_s` is reached. Every prompt has a :class:`Ticket`, from :meth:`Router.submit` to :meth:`Router.finish`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from enum import Enum
+
+from extproc.routing import health
+from extproc.routing.cost import Costs
+from extproc.routing.decision import Candidate, Decision
+from extproc.routing.job import Job, Late, Mode
+from extproc.routing.load import Load
+from extproc.routing.picker import FullError, Hits, NoEndpointError, Picker, decision, worth_a_handoff
+from extproc.routing.pool import Claim, Endpoint, Pool, Role
+from extproc.routing.prefix import PrefixIndex
+from extproc.routing.queue import Fit, PrefillQueue, QueueFullError, Waiting
+from extproc.routing.settings import Routing
+
+_TICK_S = 0.2
+"""While prompts wait, the queue is looked at so often, whatever happens: reports grow stale, pauses of workers end."""
+
+_RETRY_AFTER_MAX_S = 60.0
+
+
+class RejectedError(Exception):
+    """A prompt is turned away for now. ``reason`` is one of a fixed set: it labels a metric."""
+
+    def __init__(self, reason: str, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.retry_after_s = retry_after_s
+
+
+class State(Enum):
+    """Where a ticket is."""
+
+    WAITING = "waiting"
+    PLACED = "placed"
+    REJECTED = "rejected"
+    FINISHED = "finished"
+
+
+class Ticket:
+    """One prompt, and what it holds."""
+
+    __slots__ = (
+        "_hits",
+        "candidates",
+        "decision",
+        "decode",
+        "decode_claim",
+        "error",
+        "job",
+        "prefill",
+        "prefill_claim",
+        "sent_s",
+        "state",
+        "waiting",
+        "whole_reason",
+    )
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.state = State.WAITING
+        self.decision: Decision | None = None
+        """Once it is placed."""
+        self.error: Exception | None = None
+        """Once it is rejected: RejectedError or NoEndpointError."""
+        self.prefill: Endpoint | None = None
+        self.decode: Endpoint | None = None
+        self.prefill_claim: Claim | None = None
+        self.decode_claim: Claim | None = None
+        self.sent_s = 0.0
+        self.waiting: Waiting | None = None
+        self.whole_reason: str | None = None
+        self.candidates: list[Candidate] = []
+        self._hits: Hits | None = None
+
+
+class Router:
+    """The decision for one pool."""
+
+    def __init__(self, pool: Pool, settings: Routing, index: PrefixIndex | None = None) -> None:
+        self.pool = pool
+        self.settings = settings
+        self.index = index if index is not None else PrefixIndex(settings.index_blocks)
+        self.costs = Costs(settings)
+        self.picker = Picker(pool, self.costs, settings)
+        self.queue = PrefillQueue(settings)
+        self.predicted_tokens = self.reported_tokens = 0
+        """Prompt tokens that prefill workers were expected to have in their caches, and had."""
+        self._turn = 0
+        self._tickets: dict[Waiting, Ticket] = {}
+        self._heads: dict[int, set[Ticket]] = {}
+        """First block of a prompt -> the tickets that wait with it: when one of them is placed, the others' hits change."""
+        self._in_flight: dict[str, int] = {}
+        self._impatient = 0
+        self._view: dict[object, _View] = {}
+        self._changed: list[Ticket] = []
+        self._last_poll_s = 0.0
+        self.sync()
+
+    # -- what the world says -----------------------------------------------------------------------------------------------
+
+    def sync(self) -> None:
+        """The pool has other endpoints than before."""
+        for endpoint in self.pool.endpoints:
+            self._resize(endpoint)
+
+    def sweep(self) -> list[str]:
+        """Forget the workers that have left and have nothing more to do; their addresses."""
+        gone = self.pool.sweep()
+        for address in gone:
+            self.index.drop(address)
+            self.costs.forget(address)
+        return gone
+
+    def restarted(self, address: str) -> None:
+        """The engine at ``address`` is a new one: it holds nothing, and nobody has met it."""
+        self.index.clear(address)
+        self.costs.pairs.forget(address)
+        for tickets in self._heads.values():
+            for ticket in tickets:
+                ticket._hits = None
+
+    def on_load(self, address: str, load: Load, now_s: float) -> None:
+        """A worker reported."""
+        endpoint = self.pool.get(address)
+        if endpoint is None:
+            return
+        if load.restarted:
+            self.restarted(address)
+        endpoint.load = load
+        if load.kv_tokens is not None and endpoint.spec.kv_tokens is None:
+            endpoint.kv_tokens = load.kv_tokens
+            self._resize(endpoint)
+        if load.running is not None or load.waiting is not None:
+            present = (load.running or 0.0) + (load.waiting or 0.0)
+            both = len(endpoint.roles) > 1
+            own = endpoint.prefill.peak() + endpoint.decode.peak() if both else 0
+            # On a worker with both roles nobody can tell the legs of others apart; most of their time is decoding.
+            leg = endpoint.prefill if endpoint.roles == {Role.PREFILL} else endpoint.decode
+            leg.external_requests = max(0.0, present - (own if both else leg.peak()))
+            leg.external_s = now_s
+        self.costs.reported(endpoint, load)
+
+    def _resize(self, endpoint: Endpoint) -> None:
+        tokens = endpoint.kv_tokens or self.settings.worker_kv_tokens
+        self.index.set_capacity(endpoint.address, max(1, int(tokens / self.settings.block_tokens)))
+
+    # -- a prompt comes ----------------------------------------------------------------------------------------------------
+
+    def submit(self, job: Job, now_s: float) -> Ticket:
+        """A prompt: its ticket is placed already, or waits. Raises RejectedError, NoEndpointError."""
+        ticket = Ticket(job)
+        self._view.clear()
+        aims = job.aims
+        if aims.max_in_flight is not None and self._in_flight.get(aims.policy, 0) >= aims.max_in_flight:
+            raise RejectedError("max_in_flight", f"{aims.max_in_flight} requests of policy {aims.policy!r} are open", 1.0)
+        self._in_flight[aims.policy] = self._in_flight.get(aims.policy, 0) + 1
+        try:
+            self._decide(ticket, now_s)
+        except BaseException:
+            self.finish(ticket, now_s)
+            raise
+        return ticket
+
+    def _decide(self, ticket: Ticket, now_s: float) -> None:
+        held = ticket.job.aims.held and self.settings.dispatch == "queue"
+        with suppress(FullError):  # else it is decided when there is room
+            ticket.whole_reason = self._whole_reason(ticket, now_s, held=held)
+        if held:
+            self._enqueue(ticket, now_s)
+        elif ticket.whole_reason is not None:
+            self._place_whole(ticket, ticket.whole_reason, now_s, admit=False)
+        else:
+            self._place_best(ticket, now_s)
+
+    def _whole_reason(self, ticket: Ticket, now_s: float, *, held: bool) -> str | None:
+        """Why a decode worker shall do it all; None for a handoff. Raises NoEndpointError, FullError."""
+        job, aims = ticket.job, ticket.job.aims
+        if not job.handoff:
+            return "cannot_hand_over"
+        if aims.mode is Mode.AGGREGATE:
+            return "policy"
+        if aims.mode is Mode.DISAGGREGATE:
+            # Without a decode worker a prefill would be work for nothing; without a prefill worker the caller must know.
+            self.picker.group(Role.DECODE, job.model, aims.decode_labels)
+            self.picker.group(Role.PREFILL, job.model, aims.prefill_labels)
+            return None
+        hits = self._hits(ticket)
+        whole = self.picker.whole(job, hits, now_s, admit=held)
+        apart = self.picker.apart(job, hits, now_s, admit=held)
+        wait_s = self._wait_s(job) if held else 0.0
+        ticket.candidates = apart + whole
+        if worth_a_handoff(aims, apart, whole, job.tokens, wait_s) is not None:
+            return None
+        return "threshold" if aims.threshold_uncached_tokens is not None else "cost"
+
+    def _wait_s(self, job: Job) -> float:
+        """Expected in our queue."""
+        if not len(self.queue):
+            return 0.0
+        return self.queue.queued_s / len(self.picker.group(Role.PREFILL, job.model, job.aims.prefill_labels))
+
+    def _enqueue(self, ticket: Ticket, now_s: float) -> None:
+        waiting = Waiting(ticket.job, self.settings, now_s)
+        fit = self._weigh_ticket(ticket, now_s)
+        if fit is not None and now_s + fit.soonest_s > waiting.slo_s:
+            if ticket.job.aims.late is Late.REJECT:
+                raise self._too_late(ticket, fit, now_s)
+            if ticket.job.aims.late is Late.AGGREGATE and ticket.whole_reason is None:
+                self._place_whole(ticket, "late", now_s, admit=False)
+                return
+            waiting.late = True
+        if fit is not None and fit.ready and not len(self.queue):
+            self._place(ticket, fit.endpoint, now_s)
+            return
+        try:
+            self.queue.add(waiting, fit.work_s if fit is not None else 0.0)
+        except QueueFullError as error:
+            raise RejectedError("queue_full", str(error), self._retry_after_s(ticket.job)) from None
+        ticket.waiting = waiting
+        self._tickets[waiting] = ticket
+        if ticket.job.chain.hashes:
+            self._heads.setdefault(ticket.job.chain.hashes[0], set()).add(ticket)
+        self._impatient += ticket.job.aims.late is not Late.WAIT
+        self._advance(now_s)
+
+    def _too_late(self, ticket: Ticket, fit: Fit, now_s: float) -> RejectedError:
+        slo_s = ticket.job.aims.ttft_slo_s or 0.0
+        expected_s = now_s - ticket.job.arrived_s + fit.soonest_s
+        return RejectedError(
+            "late",
+            f"the first token would come after {expected_s:.1f} s, and the TTFT SLO is {slo_s:g} s",
+            self._retry_after_s(ticket.job),
+        )
+
+    def _retry_after_s(self, job: Job) -> float:
+        """When what waits now will be served, about."""
+        try:
+            group = self.picker.group(Role.PREFILL, job.model, job.aims.prefill_labels)
+        except NoEndpointError:
+            return 1.0
+        return min(max(1.0, self.queue.queued_s / len(group)), _RETRY_AFTER_MAX_S)
+
+    # -- time passes -------------------------------------------------------------------------------------------------------
+
+    def poll(self, now_s: float) -> list[Ticket]:
+        """Place and turn away what can be; the tickets whose state changed."""
+        self._view.clear()
+        changed = self._changed
+        for waiting in self.queue.due(now_s):
+            ticket = self._left(waiting)
+            waited_s = now_s - waiting.came_s
+            reason = "queue_wait" if now_s >= waiting.limit_s else "deadline"
+            self._reject(
+                ticket,
+                RejectedError(reason, f"it waited {waited_s:.1f} s in the queue", self._retry_after_s(ticket.job)),
+                now_s,
+            )
+            changed.append(ticket)
+        if self._impatient:
+            for waiting in self.queue.late(now_s, lambda each: self._weigh(each, now_s)):
+                ticket = self._left(waiting)
+                fit = self._weigh_ticket(ticket, now_s)
+                if ticket.job.aims.late is Late.REJECT and fit is not None:
+                    self._reject(ticket, self._too_late(ticket, fit, now_s), now_s)
+                else:
+                    self._try(ticket, now_s, lambda each: self._place_whole(each, "late", now_s, admit=False))
+                changed.append(ticket)
+        self._advance(now_s)
+        self._last_poll_s, self._changed = now_s, []
+        return changed
+
+    def next_wake_s(self) -> float | None:
+        """When to poll again if nothing happens before."""
+        due_s = self.queue.next_due_s()
+        return None if due_s is None else min(due_s, self._last_poll_s + _TICK_S)
+
+    def _advance(self, now_s: float) -> None:
+        while len(self.queue):
+            found = self.queue.next(now_s, lambda each: self._weigh(each, now_s))
+            if found is None:
+                break
+            waiting, fit = found
+            ticket = self._left(waiting)
+            endpoint = fit.endpoint
+            self._try(ticket, now_s, lambda each: self._place(each, endpoint, now_s))  # noqa: B023 (called at once)
+            self._changed.append(ticket)
+
+    def _try(self, ticket: Ticket, now_s: float, place: Callable[[Ticket], None]) -> None:
+        try:
+            place(ticket)
+        except (NoEndpointError, FullError) as error:
+            self._reject(ticket, error, now_s)
+
+    def _left(self, waiting: Waiting) -> Ticket:
+        ticket = self._tickets.pop(waiting)
+        if ticket.job.chain.hashes:
+            head = ticket.job.chain.hashes[0]
+            same = self._heads.get(head)
+            if same is not None:
+                same.discard(ticket)
+                if not same:
+                    del self._heads[head]
+        self._impatient -= ticket.job.aims.late is not Late.WAIT
+        return ticket
+
+    def _reject(self, ticket: Ticket, error: Exception, now_s: float) -> None:
+        ticket.error = error
+        self.finish(ticket, now_s)
+        ticket.state = State.REJECTED
+
+    # -- where a prompt is best off ----------------------------------------------------------------------------------------
+
+    def _weigh(self, waiting: Waiting, now_s: float) -> Fit | None:
+        return self._weigh_ticket(self._tickets[waiting], now_s)
+
+    def _weigh_ticket(self, ticket: Ticket, now_s: float) -> Fit | None:
+        """Where it is best off; None if nobody can take it now. Workers that are gone show when it is placed."""
+        job = ticket.job
+        try:
+            if ticket.whole_reason is not None:
+                best = self.picker.whole(job, self._hits(ticket), now_s)[0]
+                endpoint = self.pool.get(best.decode)
+                assert endpoint is not None
+                ttft_s = best.terms.ttft_s
+                return Fit(endpoint, best.terms.prefill_s, ttft_s, ttft_s, True)
+            view = self._view_of(job, now_s)
+        except NoEndpointError:
+            return None
+        except FullError:
+            return None
+        costs, hold = self.costs, self.settings.hold
+        after_s = job.tokens * view.transfer_s_per_token + self.settings.handoff_overhead_s
+        hits = self._hits(ticket).tokens
+        best_score = soonest_s = math.inf
+        found: tuple[Endpoint, float, float, bool] | None = None
+        for endpoint in (view.idlest, *(view.able[address] for address in hits if address in view.able)):
+            cached = hits.get(endpoint.address, 0)
+            uncached = max(job.tokens - cached, 1)
+            backlog_s = costs.backlog_s(endpoint, now_s)
+            work_s = costs.prefill_rate(endpoint).seconds(uncached, cached)
+            finish_s = backlog_s + work_s
+            soonest_s = min(soonest_s, finish_s + after_s)
+            score = finish_s + hold * work_s
+            if score < best_score:
+                best_score = score
+                outstanding = costs.outstanding_tokens(endpoint, now_s)
+                ready = outstanding <= 0 or outstanding + uncached <= costs.room_tokens(endpoint)
+                found = endpoint, work_s, finish_s + after_s, ready
+        assert found is not None
+        endpoint, work_s, finish_s, ready = found
+        return Fit(endpoint, work_s, finish_s, soonest_s, ready and view.decode_has_room(job))
+
+    def _view_of(self, job: Job, now_s: float) -> _View:
+        key = (job.model, frozenset(job.aims.prefill_labels.items()), frozenset(job.aims.decode_labels.items()))
+        view = self._view.get(key)
+        if view is None:
+            able = self.picker.able(Role.PREFILL, job.model, job.aims.prefill_labels, now_s)
+            decodes = self.picker.able(Role.DECODE, job.model, job.aims.decode_labels, now_s)
+            view = self._view[key] = _View(able, decodes, self.costs, now_s)
+        return view
+
+    def _hits(self, ticket: Ticket) -> Hits:
+        if ticket._hits is None:
+            chain, tokens = ticket.job.chain, ticket.job.tokens
+            ticket._hits = Hits(
+                {
+                    # The last token is always computed: its logits are wanted.
+                    address: min(int(blocks * chain.block_tokens), tokens - 1)
+                    for address, blocks in self.index.lookup(chain).items()
+                }
+            )
+        return ticket._hits
+
+    # -- placing -----------------------------------------------------------------------------------------------------------
+
+    def _place(self, ticket: Ticket, endpoint: Endpoint, now_s: float) -> None:
+        """On the worker where it is best off."""
+        if ticket.whole_reason is not None:
+            self._place_whole(ticket, ticket.whole_reason, now_s, admit=True)
+            return
+        best = self.picker.decode(ticket.job, endpoint, self._hits(ticket), now_s)
+        self._settle(ticket, best, ticket.candidates, "cost" if ticket.job.aims.mode is Mode.AUTO else "policy", now_s)
+
+    def _place_best(self, ticket: Ticket, now_s: float) -> None:
+        found = self.picker.apart(ticket.job, self._hits(ticket), now_s, admit=False)
+        self._settle(ticket, found[0], found, "cost" if ticket.job.aims.mode is Mode.AUTO else "policy", now_s)
+
+    def _place_whole(self, ticket: Ticket, reason: str, now_s: float, *, admit: bool) -> None:
+        found = self.picker.whole(ticket.job, self._hits(ticket), now_s, admit=admit)
+        chosen = next((each for each in found if each.refused is None), found[0])
+        self._settle(ticket, chosen, [*found, *ticket.candidates], reason, now_s)
+
+    def _settle(self, ticket: Ticket, chosen: Candidate, candidates: list[Candidate], reason: str, now_s: float) -> None:
+        job = ticket.job
+        made = decision(job, chosen, reason, candidates)
+        if ticket.waiting is not None:
+            made.queued_s = now_s - ticket.waiting.came_s
+            made.position = ticket.waiting.position
+        decode = self.pool.get(chosen.decode)
+        assert decode is not None
+        if chosen.prefill is not None:
+            prefill = self.pool.get(chosen.prefill)
+            assert prefill is not None
+            self._claim_prefill(ticket, prefill, chosen, now_s)
+        self._claim_decode(ticket, decode, now_s)
+        ticket.decision, ticket.state = made, State.PLACED
+
+    def _claim_prefill(self, ticket: Ticket, prefill: Endpoint, chosen: Candidate, now_s: float) -> None:
+        job = ticket.job
+        self._turn += 1
+        uncached = max(job.tokens - chosen.cached_prefill_tokens, 1)
+        health.chosen(prefill.prefill, self.settings, now_s)
+        ticket.prefill, ticket.sent_s = prefill, now_s
+        ticket.prefill_claim = prefill.prefill.claim(
+            tokens=uncached, work_s=chosen.terms.prefill_s, now_s=now_s, turn=self._turn
+        )
+        self._learn(prefill.address, job)
+        self._view.clear()
+
+    def _claim_decode(self, ticket: Ticket, decode: Endpoint, now_s: float) -> None:
+        job = ticket.job
+        self._turn += 1
+        health.chosen(decode.decode, self.settings, now_s)
+        ticket.decode = decode
+        ticket.decode_claim = decode.decode.claim(
+            tokens=job.tokens + self.costs.answer_tokens(job), work_s=0.0, now_s=now_s, turn=self._turn
+        )
+        self._learn(decode.address, job)
+        self.picker.remember(job.session, decode.address)
+
+    def _learn(self, address: str, job: Job) -> None:
+        if not job.chain.hashes:
+            return
+        self.index.insert(address, job.chain)
+        for other in self._heads.get(job.chain.hashes[0], ()):
+            other._hits = None
+
+    # -- what became of it -------------------------------------------------------------------------------------------------
+
+    def prefill_done(
+        self, ticket: Ticket, now_s: float, *, tokens: int | None = None, cached_tokens: int | None = None
+    ) -> None:
+        """The prefill worker replied. ``tokens`` of the prompt, and how many of them it had cached, if it said so."""
+        claim, prefill = ticket.prefill_claim, ticket.prefill
+        if claim is None or prefill is None or not claim.release(now_s):
+            return
+        health.succeeded(prefill.prefill)
+        predicted = max(0, ticket.job.tokens - claim.tokens)
+        total = tokens if tokens is not None else ticket.job.tokens
+        cached = cached_tokens if cached_tokens is not None else predicted
+        if cached_tokens is not None:
+            self.predicted_tokens += predicted
+            self.reported_tokens += cached_tokens
+        self.costs.prefilled(prefill, sent_s=ticket.sent_s, now_s=now_s, uncached=max(total - cached, 1), cached=cached)
+
+    def prefill_failed(self, ticket: Ticket, now_s: float, *, blame: bool) -> None:
+        """There was no handoff. ``blame``: it was the worker's fault, not the request's or the client's."""
+        claim, prefill = ticket.prefill_claim, ticket.prefill
+        if claim is None or prefill is None or not claim.release(now_s):
+            return
+        if blame:
+            health.failed(prefill.prefill, self.settings, now_s)
+            self.index.correct(prefill.address, ticket.job.chain, 0)
+        else:
+            health.undecided(prefill.prefill, now_s)
+
+    def prefill_again(self, ticket: Ticket, now_s: float, exclude: Collection[str]) -> Endpoint:
+        """Another prefill worker for the same decode worker, at once. Raises NoEndpointError."""
+        self._view.clear()
+        ticket._hits = None
+        decode = ticket.decode
+        assert decode is not None
+        prefill = self.picker.prefills(ticket.job, self._hits(ticket), now_s, exclude)[0]
+        hits = self._hits(ticket)
+        terms = self.costs.apart(ticket.job, prefill, decode, hits.of(prefill), hits.of(decode), now_s)
+        chosen = Candidate(
+            prefill=prefill.address,
+            decode=decode.address,
+            cost=self.costs.total(ticket.job.aims, terms, pressure=0.0),
+            terms=terms,
+            cached_prefill_tokens=hits.of(prefill),
+        )
+        if ticket.prefill_claim is not None:
+            ticket.prefill_claim.release(now_s)
+        self._claim_prefill(ticket, prefill, chosen, now_s)
+        if ticket.decision is not None:
+            ticket.decision.prefill, ticket.decision.reason, ticket.decision.terms = prefill.address, "retry", terms
+        return prefill
+
+    def decode_again(self, ticket: Ticket, now_s: float) -> Endpoint:
+        """Another decode worker: the one that was chosen is gone, and its count with it. Raises NoEndpointError."""
+        self._view.clear()
+        gone = ticket.decode
+        if ticket.decode_claim is not None:
+            ticket.decode_claim.release(now_s)
+        exclude = () if gone is None else (gone.address,)
+        found = self.picker.whole(ticket.job, self._hits(ticket), now_s, exclude, admit=False)
+        decode = self.pool.get(found[0].decode)
+        assert decode is not None
+        self._claim_decode(ticket, decode, now_s)
+        if ticket.decision is not None:
+            ticket.decision.decode = decode.address
+        return decode
+
+    def answered(self, ticket: Ticket, now_s: float, *, ok: bool, pair_fault: bool = False) -> None:
+        """The decode worker's answer began, or it failed. A client's own fault is ``ok``; nothing failed then.
+
+        ``pair_fault``: it may be the pair that cannot work together, not the worker.
+        """
+        decode, prefill = ticket.decode, ticket.prefill
+        if decode is None:
+            return
+        handed_over = prefill is not None and ticket.decision is not None and ticket.decision.prefill is not None
+        if ok:
+            health.succeeded(decode.decode)
+            if handed_over and prefill is not None:
+                self.costs.pairs.succeeded(prefill.address, decode.address)
+            return
+        health.failed(decode.decode, self.settings, now_s)
+        if pair_fault and handed_over and prefill is not None:
+            self.costs.pairs.failed(prefill.address, decode.address, now_s)
+
+    def finish(self, ticket: Ticket, now_s: float) -> None:
+        """The request is over, whatever became of it: it leaves the queue, and all that it held is given back. Idempotent."""
+        if ticket.state is State.FINISHED:
+            return
+        waiting = ticket.waiting
+        if waiting is not None and waiting in self._tickets:
+            self.queue.remove(waiting)
+            self._left(waiting)
+        if ticket.prefill_claim is not None and ticket.prefill_claim.release(now_s) and ticket.prefill is not None:
+            health.undecided(ticket.prefill.prefill, now_s)
+        if ticket.decode_claim is not None and ticket.decode_claim.release(now_s) and ticket.decode is not None:
+            health.undecided(ticket.decode.decode, now_s)
+        ticket.state = State.FINISHED
+        policy = ticket.job.aims.policy
+        left = self._in_flight.get(policy, 0) - 1
+        if left > 0:
+            self._in_flight[policy] = left
+        else:
+            self._in_flight.pop(policy, None)
+
+
+class _View:
+    """The workers of one kind of prompt, looked at once for all that wait, until something is placed."""
+
+    __slots__ = ("_costs", "_decodes", "_now_s", "able", "idlest", "transfer_s_per_token")
+
+    def __init__(self, able: list[Endpoint], decodes: list[Endpoint], costs: Costs, now_s: float) -> None:
+        self.able = {each.address: each for each in able}
+        self.idlest = min(able, key=lambda each: (costs.backlog_s(each, now_s), each.prefill.turn))
+        self.transfer_s_per_token = costs.transfer_rate(decodes[0]).seconds(costs.settings.kv_bytes_per_token)
+        self._decodes = decodes
+        self._costs = costs
+        self._now_s = now_s
+
+    def decode_has_room(self, job: Job) -> bool:
+        """Whether some decode worker can take it."""
+        need = job.tokens + self._costs.answer_tokens(job)
+        return any(not self._costs.full(each, need, self._now_s) for each in self._decodes)
