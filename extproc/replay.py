@@ -55,6 +55,9 @@ class Dispatcher(Protocol):
     def prefill_done(self, ticket: Hashable, now_s: float, *, tokens: int, cached_tokens: int) -> None:
         """The prefill worker answered."""
 
+    def decode_began(self, ticket: Hashable, now_s: float) -> None:
+        """The decode worker has read the handoff."""
+
     def decode_done(self, ticket: Hashable, now_s: float) -> None:
         """The answer is complete."""
 
@@ -305,12 +308,13 @@ class _Run:
         worker.stirred()
 
     def _happened(self, worker: _Worker, event: Event) -> None:
+        journey = self._journeys[event.name]
         if isinstance(event, Pulled):
             peer = self._prefill[event.peer]
             peer.engine.release(event.name, event.at_s)
             peer.stirred()
+            self._dispatcher.decode_began(journey.ticket, event.at_s)
             return
-        journey = self._journeys[event.name]
         done = event
         if worker.address in self._prefill:
             self._send(event.at_s + self._setup.hop_s, lambda now_s: self._prefilled(journey, worker, done, now_s))

@@ -63,6 +63,9 @@ class _Pushed:
         assert prefill is not None
         self._in_flight[prefill] -= 1
 
+    def decode_began(self, ticket: Hashable, now_s: float) -> None:
+        """Not used."""
+
     def decode_done(self, ticket: Hashable, now_s: float) -> None:
         """The answer is complete."""
         del now_s
