@@ -1,14 +1,17 @@
-"""Endpoints for Envoy as files (EDS over ``path_config_source``). Only what writes those files may live here."""
+"""Endpoints as Envoy's messages, and as the files it reads them from (EDS over ``path_config_source``)."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
-from betterproto2 import Casing
+import msgspec
+from betterproto2 import encode_varint
 from envoy_data_plane.envoy.config.core.v3 import Address, SocketAddress
 from envoy_data_plane.envoy.config.endpoint.v3 import (
     ClusterLoadAssignment,
@@ -16,8 +19,34 @@ from envoy_data_plane.envoy.config.endpoint.v3 import (
     LbEndpoint,
     LocalityLbEndpoints,
 )
-from envoy_data_plane.envoy.service.discovery.v3 import DiscoveryResponse
-from envoy_data_plane.google.protobuf import Any
+
+ENDPOINTS_TYPE: Final = "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment"
+
+_ENDPOINTS_TAG = b"\x12"
+"""Of ClusterLoadAssignment.endpoints (field 2, length-delimited)."""
+
+
+class Assignment(msgspec.Struct, frozen=True):
+    """The endpoints of one cluster, as a resource of Envoy's discovery protocol."""
+
+    cluster: str
+    version: str
+    """The same endpoints have the same version."""
+    encoded: bytes
+    """A ClusterLoadAssignment."""
+
+
+def assignment(cluster: str, endpoints: Sequence[str]) -> Assignment:
+    """The endpoints (``ip:port`` or ``[v6]:port``) of a cluster; none at all is valid and means: serve nobody.
+
+    An endpoint that was seen before costs a microsecond, a new one a third of a millisecond.
+    """
+    encoded = bytes(ClusterLoadAssignment(cluster_name=cluster))
+    if endpoints:
+        # Protobuf: the encodings of two messages, one after the other, are the message with the lists of both.
+        locality = b"".join(map(_encoded_endpoint, endpoints))
+        encoded += _ENDPOINTS_TAG + encode_varint(len(locality)) + locality
+    return Assignment(cluster, hashlib.sha256(encoded).hexdigest()[:16], encoded)
 
 
 def endpoints_file(directory: Path, cluster: str) -> Path:
@@ -30,12 +59,12 @@ def write_endpoints(directory: Path, cluster: str, endpoints: Sequence[str]) -> 
 
     Envoy notices only a rename into the directory, and reads the file at that moment: it must be complete by then.
     """
-    text = discovery_response(cluster, endpoints).to_json(indent=1, casing=Casing.SNAKE) + "\n"
+    text = endpoints_json(cluster, endpoints)
     directory.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=f".{cluster}.", suffix=".tmp", dir=directory)
     temporary = Path(name)
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        with os.fdopen(handle, "wb") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
@@ -47,17 +76,25 @@ def write_endpoints(directory: Path, cluster: str, endpoints: Sequence[str]) -> 
         raise
 
 
-def discovery_response(cluster: str, endpoints: Sequence[str]) -> DiscoveryResponse:
-    """The message Envoy reads. The same endpoints give the same bytes; none at all is valid and means: serve nobody."""
-    assignment = ClusterLoadAssignment(
-        cluster_name=cluster,
-        endpoints=[LocalityLbEndpoints(lb_endpoints=[_endpoint(text) for text in endpoints])] if endpoints else [],
-    )
-    version = hashlib.sha256(bytes(assignment)).hexdigest()[:16]
-    return DiscoveryResponse(version_info=version, resources=[Any.pack(assignment)])
+def endpoints_json(cluster: str, endpoints: Sequence[str]) -> bytes:
+    """A DiscoveryResponse as JSON, one endpoint a line. The same endpoints give the same bytes.
+
+    Written down here and not by ``to_json`` of the typed message, which takes a millisecond an endpoint.
+    """
+    head = {"version_info": assignment(cluster, endpoints).version}
+    locality = {"lb_endpoints": [{"endpoint": {"address": {"socket_address": _socket(text)}}} for text in endpoints]}
+    resource = {"@type": ENDPOINTS_TYPE, "cluster_name": cluster, **({"endpoints": [locality]} if endpoints else {})}
+    text = msgspec.json.encode({**head, "resources": [resource]})
+    return text.replace(b'{"endpoint":', b'\n{"endpoint":') + b"\n"
 
 
-def _endpoint(text: str) -> LbEndpoint:
+def _socket(text: str) -> dict[str, str | int]:
     host, _, port = text.rpartition(":")
-    address = SocketAddress(address=host.removeprefix("[").removesuffix("]"), port_value=int(port))
-    return LbEndpoint(endpoint=Endpoint(address=Address(socket_address=address)))
+    return {"address": host.removeprefix("[").removesuffix("]"), "port_value": int(port)}
+
+
+@functools.lru_cache(maxsize=8192)
+def _encoded_endpoint(text: str) -> bytes:
+    """A LocalityLbEndpoints with this one endpoint."""
+    only = LbEndpoint(endpoint=Endpoint(address=Address(socket_address=SocketAddress.from_dict(_socket(text)))))
+    return bytes(LocalityLbEndpoints(lb_endpoints=[only]))

@@ -8,6 +8,8 @@ import stat
 from pathlib import Path
 
 import pytest
+from envoy_data_plane.envoy.config.endpoint.v3 import ClusterLoadAssignment
+from envoy_data_plane.envoy.service.discovery.v3 import DiscoveryResponse
 
 from extproc import xds
 
@@ -84,3 +86,24 @@ def test_failed_write_keeps_the_old_endpoints_and_leaves_nothing_behind(
         xds.write_endpoints(tmp_path, "decode", ["127.0.0.1:8200"])
     assert [file.name for file in tmp_path.iterdir()] == ["decode.json"]
     assert addresses(tmp_path / "decode.json") == [("127.0.0.1", 8100)]
+
+
+@pytest.mark.parametrize(
+    "endpoints", [[], ["127.0.0.1:8100"], [f"10.0.{i % 7}.{i % 250}:{1 + 60 * i}" for i in range(1000)] + ["[fd00::1]:1"]]
+)
+def test_file_and_stream_say_the_same_as_the_typed_message(endpoints: list[str]) -> None:
+    made = xds.assignment("decode", endpoints)
+    typed = ClusterLoadAssignment.parse(made.encoded)
+    assert bytes(typed) == made.encoded
+    found = [target.endpoint.address.socket_address for locality in typed.endpoints for target in locality.lb_endpoints]
+    assert [f"{'[' * (':' in s.address)}{s.address}{']' * (':' in s.address)}:{s.port_value}" for s in found] == endpoints
+    from_file = DiscoveryResponse.from_json(xds.endpoints_json("decode", endpoints))
+    assert from_file.version_info == made.version
+    assert from_file.resources[0].unpack() == typed
+
+
+def test_version_changes_with_the_endpoints_and_the_cluster_only() -> None:
+    first = xds.assignment("decode", ["10.0.0.1:1"])
+    assert xds.assignment("decode", ["10.0.0.1:1"]).version == first.version
+    assert xds.assignment("decode", ["10.0.0.2:1"]).version != first.version
+    assert xds.assignment("prefill", ["10.0.0.1:1"]).version != first.version
