@@ -15,6 +15,8 @@ import msgspec
 
 from extproc import yaml_lines
 from extproc.discovery.listing import ListingError, endpoint_set, name_server
+from extproc.models import Models
+from extproc.policy_config import PolicyRule, check_policies
 from extproc.routing.endpoint_spec import EndpointSet, EndpointSpec
 
 _HOST_PORT = re.compile(r"^(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):(?P<port>[0-9]{1,5})$")
@@ -236,8 +238,8 @@ class Envoy(_Section, frozen=True, kw_only=True):
     """How Envoy reaches the worker that the filter named. `exact`: only if it is one of the known ones. `original_dst`: any
     address that the filter names, with no list of workers in Envoy (and no use for `eds`)."""
     filter_down: Literal["refuse", "round_robin"] = "refuse"
-    """What happens to requests while no filter is there. `refuse`: 503. `round_robin`: prompts in plain JSON go to decode workers
-    in turn, which do all of the work; everything else is refused. No policy and no limit of the filter holds then."""
+    """What happens to requests while no filter is there. `refuse`: 503. `round_robin`: prompts in plain JSON go to decode
+    workers in turn, which do all of the work; everything else is refused. No policy and no limit of the filter holds then."""
     max_connections: int = 100_000
     """From Envoy to the workers of one role together."""
     max_pending: int = 100_000
@@ -267,6 +269,9 @@ class Config(_Section, frozen=True, kw_only=True):
     limits: Limits = Limits()
     drain: Drain = Drain()
     envoy: Envoy = Envoy()
+    policies: list[PolicyRule] = []
+    """What holds for which requests. The first that matches is the one; without any, the defaults of a policy hold."""
+    models: Models = Models()
     log_level: str = "info"
     """debug, info, warning or error; every request is one line at info."""
 
@@ -310,6 +315,7 @@ class Config(_Section, frozen=True, kw_only=True):
                 f"envoy.idle_timeout_s ({self.envoy.idle_timeout_s:g} s) must be longer than prefill.timeout_s "
                 f"({self.prefill.timeout_s:g} s): Envoy's idle timer runs while a prefill is awaited"
             )
+        _check_policies(self.policies, self.workers, self.prefill)
         if self.log_level not in ("debug", "info", "warning", "error"):
             raise ConfigError(f"log_level: {self.log_level!r} is not one of debug, info, warning, error")
 
@@ -349,6 +355,20 @@ def _check_workers(workers: Workers) -> None:
             name_server(text)
         except ValueError as error:
             raise ConfigError(f"workers.dns_servers[{index}]: {error}") from None
+
+
+def _check_policies(rules: Sequence[PolicyRule], workers: Workers, prefill: Prefill) -> None:
+    listed = workers.endpoint_set()
+    all_known = workers.file is None and not workers.dns
+    try:
+        check_policies(
+            rules,
+            prefill_retries=prefill.retries,
+            prefill_labels=[spec.labels for spec in (*listed.prefill, *listed.both)] if all_known else None,
+            decode_labels=[spec.labels for spec in (*listed.decode, *listed.both)] if all_known else None,
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def parse(text: str, *, source: str = "configuration") -> Config:

@@ -26,6 +26,7 @@ CODES: dict[str, Kind] = {
     "invalid_json": Kind(400, _INVALID, "the body is not JSON in UTF-8, or nested too deeply"),
     "not_an_object": Kind(400, _INVALID, "the body is JSON but not an object"),
     "bad_timeout": Kind(400, _INVALID, "a timeout header is not a positive number of milliseconds"),
+    "bad_override": Kind(400, _INVALID, "an `x-baton-…` header that the policy allows has a value that it cannot have"),
     "model_missing": Kind(400, _INVALID, "the body names no model"),
     "model_not_found": Kind(404, _INVALID, "no live worker serves the model"),
     "duplicate_key": Kind(400, _INVALID, "a key stands twice at the top level of the body"),

@@ -8,8 +8,12 @@ from __future__ import annotations
 import ast
 import inspect
 import sys
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -29,7 +33,9 @@ def configuration() -> str:
     lines = [
         _GENERATED,
         "# Configuration\n",
-        "`baton serve` and `baton envoy-config` read one YAML file. Unknown keys are refused.\n",
+        "`baton serve` and `baton envoy-config` read one YAML file. Unknown keys, keys that stand twice and contradictions are",
+        "refused, with file, line and field: `baton.yaml:14: policies[1].slo.ttft_s: Expected float | null, got str`.",
+        "Below, `[]` is any item of a list and `*` any key.\n",
     ]
     lines += [
         "The smallest file:\n",
@@ -46,25 +52,56 @@ def configuration() -> str:
 def _section(prefix: str, section: Any) -> list[str]:
     documented = _field_docs(section)
     rows: list[tuple[str, str, str, str]] = []
-    below: list[str] = []
+    below: dict[Any, list[str]] = {}
     for field in msgspec.structs.fields(section):
         name = f"{prefix}{field.name}"
-        if inspect.isclass(field.type) and issubclass(field.type, msgspec.Struct):
-            doc = " ".join((inspect.getdoc(field.type) or "").split())
-            below += [f"\n## `{name}`\n", f"{doc}\n", *_section(f"{name}.", field.type)]
-            continue
+        nested = list(_sections_in(field.type))
+        for step, inner in nested:
+            below.setdefault(inner, []).append(f"{name}{step}")
+        if [step for step, _ in nested] == [""] and field.name not in documented:
+            continue  # what it is stands above its own table
         value = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
         default = "required" if field.required else f"`{_yaml(value)}`"
-        kind = field.type.__name__ if inspect.isclass(field.type) and not hasattr(field.type, "__args__") else str(field.type)
-        for module in ("typing.", "extproc.config."):
-            kind = kind.replace(module, "")
-        rows.append((f"`{name}`", kind.replace("|", "\\|"), default, documented.get(field.name, "")))
+        rows.append((f"`{name}`", _kind(field.type).replace("|", "\\|"), default, documented.get(field.name, "")))
     table = ["| field | type | default | meaning |", "|---|---|---|---|", *(f"| {' | '.join(row)} |" for row in rows)]
-    return [*(table if rows else []), *below]
+    lines = table if rows else []
+    for inner, names in below.items():
+        doc = " ".join((inspect.getdoc(inner) or "").split())
+        # What several fields hold has one table, with the names of the first.
+        lines += [f"\n## {', '.join(f'`{name}`' for name in names)}\n", f"{doc}\n", *_section(f"{names[0]}.", inner)]
+    return lines
+
+
+def _sections_in(kind: Any) -> Iterator[tuple[str, Any]]:
+    """The sections that a type holds, with the way to them: none, ``[]`` in a list, ``.*`` in a mapping."""
+    if inspect.isclass(kind) and issubclass(kind, msgspec.Struct):
+        yield "", kind
+        return
+    step = {list: "[]", Sequence: "[]", dict: ".*"}.get(typing.get_origin(kind), "")
+    for inner in typing.get_args(kind):
+        if typing.get_origin(kind) is not Literal:
+            yield from ((f"{step}{further}", found) for further, found in _sections_in(inner))
+
+
+def _kind(kind: Any) -> str:
+    """A type as YAML's author sees it."""
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        return " | ".join(_kind(each) for each in inner)
+    if origin is Literal:
+        return " | ".join(f"`{each}`" for each in inner)
+    if origin is not None:
+        name = "list" if origin is Sequence else origin.__name__
+        return f"{name}[{', '.join(_kind(each) for each in inner)}]"
+    if inspect.isclass(kind) and issubclass(kind, Enum):
+        return " | ".join(f"`{each.value}`" for each in kind)
+    if inspect.isclass(kind) and issubclass(kind, msgspec.Struct):
+        return "object"
+    return "null" if kind is type(None) else str(kind.__name__)
 
 
 def _yaml(value: object) -> str:
-    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode().strip('"')
 
 
 def _field_docs(section: Any) -> dict[str, str]:
