@@ -16,10 +16,16 @@ PREFILLER_HEADER: Final = "x-prefiller-host-port"
 LB_NAMESPACE: Final = "envoy.lb"
 """The dynamic-metadata namespace that Envoy's load balancer reads the destination from."""
 
+SERVED_KEY: Final = f"{DESTINATION_HEADER}-served"
+"""In the same namespace: where the load balancer notes which worker it took."""
+
+UPSTREAM_ATTRIBUTE: Final = "upstream.address"
+"""Envoy's name for the address of the worker that it connected to."""
+
 ROUTING_HEADERS: Final[tuple[str, ...]] = (
     DESTINATION_HEADER,
     "x-gateway-destination-endpoint-subset",
-    "x-gateway-destination-endpoint-served",
+    SERVED_KEY,
     KV_TRANSFER_HEADER,
     PREFILLER_HEADER,
     "x-encoder-hosts-ports",

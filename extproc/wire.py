@@ -18,7 +18,7 @@ from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as pb_grpc
 from envoy.type.v3 import http_status_pb2
 
-from extproc.headers import DESTINATION_HEADER, FILTER_REPLY_DETAILS, LB_NAMESPACE
+from extproc.headers import DESTINATION_HEADER, FILTER_REPLY_DETAILS, LB_NAMESPACE, SERVED_KEY, UPSTREAM_ATTRIBUTE
 
 SERVICE_NAME = "envoy.service.ext_proc.v3.ExternalProcessor"
 
@@ -31,6 +31,8 @@ _WATCHING = processing_mode_pb2.ProcessingMode(
     response_body_mode=processing_mode_pb2.ProcessingMode.NONE,
     response_trailer_mode=processing_mode_pb2.ProcessingMode.SEND,
 )
+_ATTRIBUTES = "envoy.filters.http.ext_proc"
+"""Where Envoy puts the attributes it was asked for."""
 _OVERWRITE = base_pb2.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
 
 
@@ -56,6 +58,8 @@ class ResponseHeaders(msgspec.Struct, frozen=True):
     """The start of the answer, whoever gives it: a worker, or Envoy itself. Sent where it was asked for, or the mesh does."""
 
     status: int
+    served: str | None = None
+    """``ip:port`` of the worker that Envoy sent the request to; None where it sent it to nobody, or does not say."""
 
 
 class ResponseBody(msgspec.Struct, frozen=True):
@@ -90,6 +94,8 @@ class Immediate(msgspec.Struct, frozen=True):
     code: str
     """Ends up in Envoy's response code details."""
     content_type: str = "application/json"
+    headers: Mapping[str, str] = {}
+    """Others, such as ``retry-after``. Envoy's configuration says which ones the filter may set."""
 
 
 class GoneError(Exception):
@@ -113,7 +119,7 @@ def read_event(request: Any) -> Event:
     if kind == "request_body":
         return RequestBody(request.request_body.body)
     if kind == "response_headers":
-        return ResponseHeaders(_status(request.response_headers.headers))
+        return ResponseHeaders(_status(request.response_headers.headers), _served(request))
     simple = _SIMPLE_EVENTS.get(kind)
     if simple is None:
         raise UnsupportedModeError(f"a message of kind {kind!r}")
@@ -141,6 +147,19 @@ def _status(header_map: Any) -> int:
     """The HTTP status of an answer; 0 where there is none to read."""
     text = _headers(header_map).get(":status", "")
     return int(text) if text.isascii() and text.isdigit() else 0
+
+
+def _served(request: Any) -> str | None:
+    """Who serves the request: Envoy's load balancer notes it in the metadata, and knows the address of any upstream."""
+    if LB_NAMESPACE in request.metadata_context.filter_metadata:
+        fields = request.metadata_context.filter_metadata[LB_NAMESPACE].fields
+        if SERVED_KEY in fields:
+            return fields[SERVED_KEY].string_value or None
+    if _ATTRIBUTES in request.attributes:
+        fields = request.attributes[_ATTRIBUTES].fields
+        if UPSTREAM_ATTRIBUTE in fields:
+            return fields[UPSTREAM_ATTRIBUTE].string_value or None
+    return None
 
 
 def headers_reply(mutation: Mutation) -> Any:
@@ -172,10 +191,7 @@ def _fill(reply: Any, phase: Any, mutation: Mutation) -> None:
         headers[DESTINATION_HEADER] = mutation.destination
         metadata = reply.dynamic_metadata.fields[LB_NAMESPACE].struct_value
         metadata.fields[DESTINATION_HEADER].string_value = mutation.destination
-    for name, value in headers.items():
-        option = common.header_mutation.set_headers.add(append_action=_OVERWRITE)
-        option.header.key = name
-        option.header.raw_value = value.encode()
+    _set_headers(common.header_mutation, headers)
     common.header_mutation.remove_headers.extend(mutation.remove_headers)
 
 
@@ -186,10 +202,23 @@ def immediate_reply(answer: Immediate) -> Any:
     immediate.status.CopyFrom(http_status_pb2.HttpStatus(code=answer.status))
     immediate.body = answer.body
     immediate.details = f"{FILTER_REPLY_DETAILS}_{answer.code}"
-    option = immediate.headers.set_headers.add(append_action=_OVERWRITE)
-    option.header.key = "content-type"
-    option.header.raw_value = answer.content_type.encode()
+    _set_headers(immediate.headers, {"content-type": answer.content_type, **answer.headers})
     return reply
+
+
+def answer_reply(_: ResponseHeaders, set_headers: Mapping[str, str]) -> Any:
+    """The answer to ResponseHeaders: go on, with these headers on the answer."""
+    reply = pb.ProcessingResponse()
+    reply.response_headers.SetInParent()
+    _set_headers(reply.response_headers.response.header_mutation, set_headers)
+    return reply
+
+
+def _set_headers(mutation: Any, headers: Mapping[str, str]) -> None:
+    for name, value in headers.items():
+        option = mutation.set_headers.add(append_action=_OVERWRITE)
+        option.header.key = name
+        option.header.raw_value = value.encode()
 
 
 def go_on(event: Event) -> Any:
