@@ -157,6 +157,69 @@ def envoy_config(
         raise _fail(str(error)) from None
 
 
+@app.command(
+    epilog="Examples:  baton replay --trace trace.jsonl.gz --load 0.9  ·  "
+    "baton replay --trace trace.jsonl.gz --rate 2.5 --policy baton --policy cache-aware --json",
+)
+def replay(
+    trace: Annotated[Path, typer.Option(help="JSON lines, or gzipped: timestamp, input_length, output_length, hash_ids.")],
+    rate: Annotated[float | None, typer.Option(help="Requests a second, instead of --load.")] = None,
+    load: Annotated[float, typer.Option(help="Share of the rate that round robin can just serve.")] = 0.9,
+    requests: Annotated[int, typer.Option(min=2, help="So many of the trace, from its start.")] = 2_000,
+    prefill: Annotated[int, typer.Option(min=1, help="Prefill workers.")] = 3,
+    decode: Annotated[int, typer.Option(min=1, help="Decode workers.")] = 5,
+    policy: Annotated[
+        list[str] | None, typer.Option(help="Of these only: baton, round-robin, cache-aware, least-load, prefix, random.")
+    ] = None,
+    objective: Annotated[str, typer.Option(help="Of the policy baton.")] = "balanced",
+    mode: Annotated[str, typer.Option(help="Of the policy baton: auto, disaggregate or aggregate.")] = "auto",
+    late: Annotated[str, typer.Option(help="Of the policy baton, for the late ones: wait, reject or aggregate.")] = "wait",
+    dispatch: Annotated[str, typer.Option(help="Of the policy baton: queue or immediate.")] = "queue",
+    max_wait: Annotated[float, typer.Option(help="Longest wait in the queue of the policy baton, in seconds.")] = 60.0,
+    ttft_slo: Annotated[float, typer.Option(help="Seconds to the first token that count as good.")] = 2.5,
+    itl_slo: Annotated[float, typer.Option(help="Seconds between tokens (p99 of a request) that count as good.")] = 0.045,
+    seed: Annotated[int, typer.Option(help="Of whatever is left to chance.")] = 0,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Replay a trace on simulated workers with a virtual clock, one policy after the other."""
+    from extproc import replay_command as command
+    from extproc.replay import Setup
+    from extproc.routing.settings import Routing
+
+    try:
+        options = command.ReplayOptions(
+            trace=trace,
+            requests=requests,
+            rate_per_s=rate,
+            load=load,
+            setup=Setup(prefill=prefill, decode=decode),
+            aims=command.aims_of(
+                objective=objective,
+                mode=mode,
+                late=late,
+                dispatch=dispatch,
+                ttft_slo_s=ttft_slo,
+                itl_slo_s=itl_slo,
+                max_wait_s=max_wait,
+            ),
+            routing=Routing(queue_wait_s=max_wait, seed=seed),
+            policies=policy or command.POLICIES,
+            ttft_slo_s=ttft_slo,
+            itl_slo_s=itl_slo,
+        )
+        found = command.run_replay(options, progress=lambda name: typer.echo(f"replaying {name}", err=True))
+    except (ValueError, OSError) as error:
+        raise _fail(str(error)) from None
+    if json:
+        typer.echo(command.as_json(found))
+        return
+    Console(width=max(Console().width, 120)).print(command.as_table(found))
+    typer.echo(
+        f"{found.requests} requests at {found.rate_per_s:.2f}/s; round robin can serve {found.capacity_per_s:.2f}/s "
+        f"with {prefill} prefill workers"
+    )
+
+
 def main() -> None:
     """Entry point of the command."""
     app()
