@@ -304,6 +304,8 @@ class Config(_Section, frozen=True, kw_only=True):
             raise ConfigError("handoff.release_delay_s: not below handoff.lease_s, so it would always come too late")
         if self.envoy.eds == "file" and self.envoy.eds_dir is None:
             raise ConfigError("envoy.eds: file needs envoy.eds_dir, where the files are")
+        if self.envoy.filter_down == "round_robin" and self.envoy.pin == "original_dst":
+            raise ConfigError("envoy.filter_down: round_robin needs envoy.pin: exact, with which Envoy knows the workers")
         if self.limits.max_held_bytes < self.limits.max_body_bytes:
             raise ConfigError(
                 "limits.max_held_bytes: less than limits.max_body_bytes, so the largest body could never be served"
