@@ -1,0 +1,265 @@
+"""What each worker says about its load: its ``/metrics``, read on a steady beat.
+
+The names are those of vLLM 0.32.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import time
+from collections.abc import Callable, Iterable
+
+import aiohttp
+import msgspec
+
+from extproc import bounded
+from extproc.routing.load import Load
+
+
+class Scraping(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How the workers' `/metrics` are read."""
+
+    interval_s: float = 1.0
+    """From the beginning of one look at a worker to the next."""
+    timeout_s: float = 2.0
+    """A worker without an answer by then has failed to report."""
+    max_bytes: int = 4 << 20
+    """A larger page is not read."""
+    concurrent: int = 32
+    """Workers that are asked at once."""
+
+
+class Scrape(msgspec.Struct, kw_only=True):
+    """One page, summed over the engines of a worker (data parallel ranks). None: it was not there."""
+
+    running: float | None = None
+    """Requests in the scheduler's batches."""
+    waiting: float | None = None
+    """Requests that wait for the scheduler."""
+    kv_usage: float | None = None
+    """Share of the KV cache in use, 0 to 1; the mean over the engines."""
+    kv_tokens: int | None = None
+    """Size of the KV cache."""
+    prefix_queries: float | None = None
+    """Tokens that were looked up in the prefix cache, since the engine started. So are all below."""
+    prefix_hits: float | None = None
+    """Tokens that were found there."""
+    prompt_tokens: float | None = None
+    generation_tokens: float | None = None
+    itl_sum_s: float | None = None
+    """Time between tokens."""
+    itl_count: float | None = None
+    prefill_sum_s: float | None = None
+    """From being scheduled to the first token."""
+    prefill_count: float | None = None
+    transfer_sum_s: float | None = None
+    """KV transfers, counted where they are received."""
+    transfer_count: float | None = None
+    transfer_sum_bytes: float | None = None
+    transfer_sizes: float | None = None
+    """How many transfers ``transfer_sum_bytes`` is made of."""
+    failed_transfers: float | None = None
+    process_start_s: float | None = None
+    """When the process started, Unix time."""
+    restarted: bool = False
+    """It is not the engine of the last page any more: its cache is empty."""
+
+    def load(self, before: Scrape | None) -> Load:
+        """The same as the decision wants it, with means over the time since ``before``; none of those on a first page."""
+        load = Load(
+            running=self.running,
+            waiting=self.waiting,
+            kv_usage=self.kv_usage,
+            kv_tokens=self.kv_tokens,
+            restarted=self.restarted,
+        )
+        if before is None or self.restarted:
+            return load
+        return msgspec.structs.replace(
+            load,
+            itl_s=_mean(before.itl_sum_s, before.itl_count, self.itl_sum_s, self.itl_count),
+            transfer_s=_mean(before.transfer_sum_s, before.transfer_count, self.transfer_sum_s, self.transfer_count),
+            transfer_bytes=_mean(
+                before.transfer_sum_bytes, before.transfer_sizes, self.transfer_sum_bytes, self.transfer_sizes
+            ),
+        )
+
+
+def _mean(sum_before: float | None, count_before: float | None, sum_now: float | None, count_now: float | None) -> float | None:
+    """Of what was observed in between; None if nothing was."""
+    if sum_now is None or count_now is None:
+        return None
+    count = count_now - (count_before or 0)
+    total = sum_now - (sum_before or 0)
+    return total / count if count > 0 and total >= 0 else None
+
+
+_FIELDS = {
+    b"num_requests_running": "running",
+    b"num_requests_waiting": "waiting",
+    b"kv_cache_usage_perc": "kv_usage",
+    b"prefix_cache_queries_total": "prefix_queries",
+    b"prefix_cache_hits_total": "prefix_hits",
+    b"prompt_tokens_total": "prompt_tokens",
+    b"generation_tokens_total": "generation_tokens",
+    b"inter_token_latency_seconds_sum": "itl_sum_s",
+    b"inter_token_latency_seconds_count": "itl_count",
+    b"request_prefill_time_seconds_sum": "prefill_sum_s",
+    b"request_prefill_time_seconds_count": "prefill_count",
+    b"nixl_xfer_time_seconds_sum": "transfer_sum_s",
+    b"nixl_xfer_time_seconds_count": "transfer_count",
+    b"nixl_bytes_transferred_sum": "transfer_sum_bytes",
+    b"nixl_bytes_transferred_count": "transfer_sizes",
+    b"nixl_num_failed_transfers_total": "failed_transfers",
+}
+
+_COUNTERS = ("prefix_queries", "prompt_tokens", "generation_tokens", "itl_count", "prefill_count", "transfer_count")
+"""What only a new engine has less of."""
+
+_CACHE = b"cache_config_info"
+
+# The newline and the prefix are literal, so that the search jumps from line to line; most lines are buckets of histograms.
+_SAMPLE = re.compile(rb"\nvllm:(%s)(?:\{(.*)\})?[ \t]+(\S{1,64})" % b"|".join((*_FIELDS, _CACHE)))
+_PROCESS_START = re.compile(rb"\nprocess_start_time_seconds(?:\{.*\})?[ \t]+(\S{1,64})")
+_BLOCKS = re.compile(rb'(?:^|,)num_gpu_blocks="(\d{1,12})"')
+_BLOCK_SIZE = re.compile(rb'(?:^|,)block_size="(\d{1,9})"')
+
+_PAUSE = 4
+"""How many times as long as a failed look at a worker took, nobody looks at it again."""
+
+_HIGHEST = 1e18
+"""A greater value is garbage."""
+
+
+def parse(text: bytes) -> Scrape:
+    """A page in Prometheus' text format. Lines that make no sense, and values that are negative or no number, are left out."""
+    sums: dict[str, float] = {}
+    kv_tokens = usages = 0
+    page = b"\n" + text
+    for name, labels, written in _SAMPLE.findall(page):
+        value = _number(written)
+        if value is None:
+            continue
+        if name == _CACHE:
+            blocks, size = _BLOCKS.search(labels), _BLOCK_SIZE.search(labels)
+            if blocks and size:
+                kv_tokens += int(blocks[1]) * int(size[1])
+            continue
+        field = _FIELDS[name]
+        usages += field == "kv_usage"
+        sums[field] = sums.get(field, 0.0) + value
+    if usages:
+        sums["kv_usage"] = min(1.0, sums["kv_usage"] / usages)
+    starts = (_number(found[1]) for found in _PROCESS_START.finditer(page))
+    start_s = next((value for value in starts if value is not None), None)
+    scrape = Scrape(kv_tokens=kv_tokens or None, process_start_s=start_s)
+    for field, total in sums.items():
+        setattr(scrape, field, total)
+    return scrape
+
+
+def _number(written: bytes) -> float | None:
+    try:
+        value = float(written)
+    except ValueError:
+        return None
+    return value if 0 <= value <= _HIGHEST else None  # NaN is not
+
+
+def restarted(before: Scrape, now: Scrape) -> bool:
+    """Whether the two pages are of different engines: another start of the process, or a counter that went down."""
+    starts = before.process_start_s, now.process_start_s
+    if starts[0] is not None and starts[1] is not None and abs(starts[1] - starts[0]) > 0.5:
+        return True
+    for name in _COUNTERS:
+        earlier, later = getattr(before, name), getattr(now, name)
+        if earlier is not None and later is not None and later < earlier:
+            return True
+    return False
+
+
+class LoadScraper:
+    """Asks every worker for its metrics, each at a moment of its own within the interval."""
+
+    def __init__(
+        self,
+        addresses: Callable[[], Iterable[str]],
+        on_scrape: Callable[[str, Scrape, float], None],
+        on_failure: Callable[[str, str], None],
+        *,
+        settings: Scraping | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        jitter: Callable[[], float] = random.random,
+    ) -> None:
+        """``addresses`` (``ip:port``) is called once in an interval, so the workers may change.
+
+        ``on_scrape(address, scrape, at_s)``: ``at_s`` is ``clock()`` when the worker was asked, so that the page knows
+        nothing of what happened after it. ``on_failure(address, reason)``. Both must return at once. ``jitter`` gives
+        numbers from 0 to 1.
+        """
+        self._addresses = addresses
+        self._on_scrape = on_scrape
+        self._on_failure = on_failure
+        self._settings = settings or Scraping()
+        self._clock = clock
+        self._jitter = jitter
+        self._slots = asyncio.Semaphore(self._settings.concurrent)
+
+    async def run(self) -> None:
+        """Ask until cancelled."""
+        timeout = aiohttp.ClientTimeout(total=self._settings.timeout_s)
+        connector = aiohttp.TCPConnector(limit=0)
+        watched: dict[str, asyncio.Task[None]] = {}
+        async with (
+            # A compressed page could be small here and huge when it is read.
+            aiohttp.ClientSession(
+                connector=connector,
+                timeout=timeout,
+                auto_decompress=False,
+                headers={"accept": "text/plain", "accept-encoding": "identity"},
+                cookie_jar=aiohttp.DummyCookieJar(),
+            ) as session,
+            asyncio.TaskGroup() as tasks,
+        ):
+            while True:
+                current = dict.fromkeys(self._addresses())
+                for address in watched.keys() - current.keys():
+                    watched.pop(address).cancel()
+                for address in current:
+                    if address not in watched:
+                        watched[address] = tasks.create_task(self._watch(session, address))
+                await asyncio.sleep(self._settings.interval_s)
+
+    async def _watch(self, session: aiohttp.ClientSession, address: str) -> None:
+        interval_s = self._settings.interval_s
+        await asyncio.sleep(interval_s * self._jitter())
+        before: Scrape | None = None
+        due_s = self._clock()
+        while True:
+            async with self._slots:
+                asked_s = self._clock()
+                scrape = await self._ask(session, address)
+            due_s = max(due_s + interval_s, self._clock())  # late is late: no rush to make up for it
+            if isinstance(scrape, str):
+                # One that does not answer holds its slot for long. It must not have them all.
+                due_s += _PAUSE * (self._clock() - asked_s)
+                self._on_failure(address, scrape)
+            else:
+                scrape.restarted = before is not None and restarted(before, scrape)
+                before = scrape
+                self._on_scrape(address, scrape, asked_s)
+            await asyncio.sleep(due_s - self._clock())
+
+    async def _ask(self, session: aiohttp.ClientSession, address: str) -> Scrape | str:
+        """The page, or why there is none."""
+        try:
+            async with session.get(f"http://{address}/metrics", allow_redirects=False) as response:
+                if response.status != 200:
+                    return f"status {response.status}"
+                scrape = parse(await bounded.read(response, self._settings.max_bytes))
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError, bounded.TooLargeError) as error:
+            return f"{type(error).__name__}: {error}"
+        nothing = Scrape(process_start_s=scrape.process_start_s)  # any program in Python has that one
+        return scrape if scrape != nothing else "no metric of vLLM in the answer"
