@@ -10,6 +10,8 @@ from typing import Final
 import msgspec
 import xxhash
 
+from extproc.yaml_lines import path_of
+
 _NAME_MAX_CHARS: Final = 256
 _MAX_ALIASES: Final = 1024
 _MAX_TARGETS: Final = 16
@@ -48,7 +50,7 @@ class Models(_Section, frozen=True, kw_only=True):
         if len(self.aliases) > _MAX_ALIASES:
             raise ValueError(f"aliases: {len(self.aliases)} of them; at most {_MAX_ALIASES} are allowed")
         for name, target in self.aliases.items():
-            field = f"aliases.{name}"
+            field = path_of(("aliases", name))
             _check_name(field, name)
             if isinstance(target, str):
                 _check_name(field, target)
@@ -105,13 +107,13 @@ def unknown_model_message(name: str, known: Iterable[str]) -> str:
     """What a client is told that asks for a model which nobody serves. Of ``known`` at most 20 names are shown."""
     names = sorted(set(known))
     message = f"the model {_short(name)!r} does not exist here"
-    if close := difflib.get_close_matches(name[:_NAME_MAX_CHARS], names, 1):
-        message += f"; did you mean {_short(close[0])!r}?"
     if not names:
         return f"{message}; no worker says what it serves"
+    if close := difflib.get_close_matches(name[:_NAME_MAX_CHARS], names, 1):
+        message += f"; did you mean {_short(close[0])!r}?"
     shown = ", ".join(_short(each) for each in names[:_SHOWN_MODELS])
     more = len(names) - _SHOWN_MODELS
-    return f"{message}{'' if close else ';'} known: {shown}" + (f", and {more} more" if more > 0 else "")
+    return f"{message}{'' if close else '.'} Known: {shown}" + (f", and {more} more" if more > 0 else "")
 
 
 _card_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])

@@ -9,6 +9,7 @@ from typing import Final, Literal
 import msgspec
 
 from extproc.routing.job import Late, Mode, Objective
+from extproc.yaml_lines import path_of
 
 OVERRIDE_PREFIX: Final = "x-baton-"
 """Request headers that begin so are the client's wishes. No engine sees them."""
@@ -28,10 +29,13 @@ REGEX_VALUE_MAX_CHARS: Final = 256
 """A longer header value matches no regex: it bounds what a client's header can cost."""
 
 _REGEX_MAX_CHARS = 256
-_REGEX_MAX_REPEATS = 3
+_REGEX_MAX_REPEATS = 2
 _MAX_RULES = 256
 _MAX_CONDITIONS = 64
 _MAX_MODELS = 256
+
+# A sign after a repeat (`*?`, `*+`) belongs to it.
+_REGEX_PART = re.compile(r"[()]|(?:[*+]|\{[0-9]+\}|\{[0-9]*,[0-9]*\})[?+]?")
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 # RFC 9110's token, and Envoy's pseudo headers (`:authority`).
@@ -50,8 +54,8 @@ class HeaderMatch(_Section, frozen=True, kw_only=True):
     prefix: str | None = None
     """The value begins with this."""
     regex: str | None = None
-    """The whole value matches this Python regular expression of at most 256 characters and three repeats (`*`, `+`, `{}`), none
-    of them inside another. A value over 256 characters never matches."""
+    """The whole value matches this Python regular expression of at most 256 characters. It can have two open repeats (`*`, `+`,
+    `{1,9}`), no group with one may be repeated, and a value over 256 characters never matches: a client chooses the value."""
     present: bool | None = None
     """true: the header is there; false: it is not."""
 
@@ -113,9 +117,10 @@ class Match(_Section, frozen=True, kw_only=True):
         """Raises ValueError."""
         names = [name.lower() for name in self.headers]
         for name in self.headers:
-            _check_header_name(f"headers.{name}", name)
+            field = path_of(("headers", name))
+            _check_header_name(field, name)
             if names.count(name.lower()) > 1:
-                raise ValueError(f"headers.{name}: stands twice, in different cases")
+                raise ValueError(f"{field}: stands twice, in different cases")
         if len(names) > _MAX_CONDITIONS:
             raise ValueError(f"headers: over {_MAX_CONDITIONS} of them")
         if self.model is not None:
@@ -374,22 +379,24 @@ def _check_regex(pattern: str) -> None:
     if nested:
         raise ValueError(f"regex: {pattern!r}: a repeat inside a repeat can take for ever")
     if repeats > _REGEX_MAX_REPEATS:
-        raise ValueError(f"regex: {pattern!r}: {repeats} repeats (*, +, {{}}); at most {_REGEX_MAX_REPEATS} are allowed")
+        raise ValueError(
+            f"regex: {pattern!r}: {repeats} open repeats (*, +, {{m,n}}); at most {_REGEX_MAX_REPEATS} are allowed"
+        )
 
 
 def _repeats(pattern: str) -> tuple[int, bool]:
-    """How many ``*``, ``+``, ``{`` a regex has, and whether one repeats a group that has another."""
+    """How many open repeats (``*``, ``+``, ``{m,n}``) a regex has, and whether a group that has one is repeated itself."""
     # Escapes and character classes count as one plain character.
     bare = re.sub(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", "x", pattern, flags=re.DOTALL)
-    count, groups = 0, [0]
-    closed = 0
-    for before, char in zip(" " + bare, bare, strict=False):
-        if char == "(":
+    count, closed, groups = 0, 0, [0]
+    for found in _REGEX_PART.finditer(bare):
+        part = found[0]
+        if part == "(":
             groups.append(count)
-        elif char == ")" and len(groups) > 1:
-            closed = count - groups.pop()
-        elif char in "*+{" and before not in "*+?}":  # the second character of `*?`, `*+` and the like is no repeat of its own
-            if before == ")" and closed:
+        elif part == ")":
+            closed = count - (groups.pop() if groups else 0)
+        else:
+            if closed and bare[found.start() - 1] == ")":
                 return count, True
-            count += 1
+            count += "," in part or part[0] in "*+"
     return count, False

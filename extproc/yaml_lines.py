@@ -29,9 +29,9 @@ _UNKNOWN = re.compile(r"^Object contains unknown field `(?P<name>.*)`$", re.DOTA
 _MISSING = re.compile(r"^Object missing required field `(?P<name>.*)`$", re.DOTALL)
 _TWICE = re.compile(r'^found duplicate key "(?P<key>.*?)" with value', re.DOTALL)
 # How our own checks begin: `field: why`, or the field as the first word.
-_OWN_FIELD = re.compile(r"^(?P<field>[a-z_]\w*(?:\.[\w-]+|\[\d+\])*)(?P<colon>:?) (?P<why>.*)$", re.DOTALL)
+_OWN_FIELD = re.compile(r"^(?P<field>[a-z_]\w*(?:\.[\w-]+|\[\d+\]|\['[^']*'\])*)(?P<colon>:?) (?P<why>.*)$", re.DOTALL)
 _DOTTED = re.compile(r"\b[a-z_]\w*(?:\.[a-z_]\w*)+")
-_STEP = re.compile(r"\[(?P<index>\d+)\]|\[(?P<any>\.\.\.)\]|\.?(?P<key>[^.\[\]]+)")
+_STEP = re.compile(r"\[(?P<index>\d+)\]|\[(?P<any>\.\.\.)\]|\['(?P<quoted>[^']*)'\]|\.?(?P<key>[^.\[\]]+)")
 _PLAIN_KEY = re.compile(r"[\w-]+")
 
 
@@ -67,11 +67,11 @@ def line_of(text: str, steps: Iterable[Step]) -> int | None:
 
 def steps_of(path: str) -> tuple[Step, ...]:
     """``"policies[1].slo.ttft_s"`` -> ``("policies", 1, "slo", "ttft_s")``."""
-    return tuple(int(step["index"]) if step["index"] else step["any"] or step["key"] for step in _STEP.finditer(path))
+    return tuple(int(step["index"]) if step["index"] else step[step.lastgroup or 0] for step in _STEP.finditer(path))
 
 
 def path_of(steps: Iterable[Step]) -> str:
-    """The way back: ``("policies", 1, "slo")`` -> ``"policies[1].slo"``."""
+    """The way back: ``("policies", 1, "slo")`` -> ``"policies[1].slo"``, and ``("names", "a.b")`` -> ``"names['a.b']"``."""
     path = ""
     for step in steps:
         if isinstance(step, int):
@@ -79,7 +79,7 @@ def path_of(steps: Iterable[Step]) -> str:
         elif _PLAIN_KEY.fullmatch(step):
             path += f".{step}" if path else step
         else:
-            path += f"[{step!r}]"
+            path += f"['{step}']"
     return path
 
 

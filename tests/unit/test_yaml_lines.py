@@ -135,7 +135,7 @@ def test_what_is_right_is_decoded() -> None:
 
 def test_a_path_is_read_and_written_in_one_way() -> None:
     assert steps_of("policies[1].slo.ttft_s") == ("policies", 1, "slo", "ttft_s")
-    for path in ("policies[1].slo.ttft_s", "a", "a[0][1].x-tier", ""):
+    for path in ("policies[1].slo.ttft_s", "a", "a[0][1].x-tier", "a['b.c/d'][0].e", ""):
         assert path_of(steps_of(path)) == path
 
 
