@@ -123,8 +123,8 @@ _CACHE = b"cache_config_info"
 # The newline and the prefix are literal, so that the search jumps from line to line; most lines are buckets of histograms.
 _SAMPLE = re.compile(rb"\nvllm:(%s)(?:\{(.*)\})?[ \t]+(\S{1,64})" % b"|".join((*_FIELDS, _CACHE)))
 _PROCESS_START = re.compile(rb"\nprocess_start_time_seconds(?:\{.*\})?[ \t]+(\S{1,64})")
-_BLOCKS = re.compile(rb'(?:^|,)num_gpu_blocks="(\d{1,12})"')
-_BLOCK_SIZE = re.compile(rb'(?:^|,)block_size="(\d{1,9})"')
+_BLOCKS = re.compile(rb',num_gpu_blocks="(\d{1,12})"')
+_BLOCK_SIZE = re.compile(rb',block_size="(\d{1,9})"')
 
 _PAUSE = 4
 """How many times as long as a failed look at a worker took, nobody looks at it again."""
@@ -143,6 +143,7 @@ def parse(text: bytes) -> Scrape:
         if value is None:
             continue
         if name == _CACHE:
+            labels = b"," + labels
             blocks, size = _BLOCKS.search(labels), _BLOCK_SIZE.search(labels)
             if blocks and size:
                 kv_tokens += int(blocks[1]) * int(size[1])
