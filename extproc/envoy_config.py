@@ -27,6 +27,7 @@ from envoy_data_plane.envoy.extensions.access_loggers.stats import v3 as stats
 from envoy_data_plane.envoy.extensions.access_loggers.stream import v3 as stream
 from envoy_data_plane.envoy.extensions.filters.http.ext_proc import v3 as ext_proc
 from envoy_data_plane.envoy.extensions.filters.http.header_to_metadata import v3 as header_to_metadata
+from envoy_data_plane.envoy.extensions.filters.http.lua import v3 as lua
 from envoy_data_plane.envoy.extensions.filters.http.router import v3 as router
 from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager import v3 as hcm
 from envoy_data_plane.envoy.extensions.http.early_header_mutation.header_mutation import v3 as early
@@ -40,15 +41,18 @@ from envoy_data_plane.envoy.type.matcher import v3 as matcher
 from envoy_data_plane.envoy.type.metadata import v3 as metadata
 from envoy_data_plane.google import protobuf
 
+from extproc import filter_down
 from extproc.config import BODY_HEADROOM_BYTES, Address, Config, ConfigError, Envoy, Prefill, Workers
+from extproc.filter_down import OPEN_HEADER
 from extproc.headers import (
     DESTINATION_HEADER,
     FILTER_REPLY_DETAILS,
     KV_TRANSFER_HEADER,
     LB_NAMESPACE,
     ORIGIN_HEADER,
-    PREFILLER_HEADER,
     ROUTING_HEADERS,
+    SERVED_KEY,
+    UPSTREAM_ATTRIBUTE,
 )
 from extproc.xds import endpoints_file
 
@@ -66,6 +70,8 @@ EXAMPLE = Config(
 DECODE_CLUSTER = "decode"
 PREFILL_CLUSTER = "prefill"
 EXTPROC_CLUSTER = "extproc"
+ANY_DECODE_CLUSTER = "any_decode"
+"""The decode workers in turn, while no filter is there."""
 
 _CONNECT_TIMEOUT = timedelta(seconds=2)
 _CONNECTION_BUFFER_BYTES = 1 << 20
@@ -73,16 +79,14 @@ _MAX_CONNECTIONS = 100_000
 _HEADERS_TIMEOUT = timedelta(seconds=10)
 # uvicorn, which serves vLLM, closes a connection that was idle for 5 s.
 _WORKER_IDLE_TIMEOUT = timedelta(seconds=4)
+# Longer, and an Envoy that starts before the filter would not even listen; it then says 503 by itself.
+_FIRST_ENDPOINTS_TIMEOUT = timedelta(seconds=2)
 _HEALTH_INTERVAL = timedelta(seconds=1)
 _EXTPROC_SLACK_S = 30.0
-# On requests, and on the filter's own replies. Envoy refuses a regular expression of more than 100 RE2 instructions, about one
-# a character: there is no room for many more.
-_MUTABLE_HEADERS = (
-    "content-(length|type)|x-("
-    + "|".join(name.removeprefix("x-") for name in ("x-request-id", DESTINATION_HEADER, KV_TRANSFER_HEADER, PREFILLER_HEADER))
-    + ")"
-)
-_SERVED_KEY = f"{DESTINATION_HEADER}-served"
+# On requests, on answers, and on the filter's own replies. Envoy refuses a regular expression of more than 100 RE2
+# instructions, about one a character, so these are prefixes: of DESTINATION_HEADER, KV_TRANSFER_HEADER, PREFILLER_HEADER and
+# `x-baton-decision`.
+_MUTABLE_HEADERS = "content-(length|type)|retry-after|x-(request-id|gateway-d.*|kv-t.*|prefiller-h.*|baton-d.*)"
 _SOCKET_MODE = 0o660
 _BUCKETS_MS = (
     *(5, 10, 25, 50, 75, 100, 150, 200, 300, 400, 500, 750, 1000, 1500, 2000, 3000, 5000, 7500),
@@ -135,17 +139,19 @@ _LOCAL_REPLIES = (
 def build(config: Config) -> bootstrap.Bootstrap:
     """The whole bootstrap. Raises ConfigError where an address cannot be used by Envoy."""
     loopback = None if config.prefill.via == "direct" else Address.parse(config.prefill.via)
-    eds_directory = Path(config.envoy.eds_dir or f"{RUN_DIRECTORY}/eds")
     listeners = [_front(config)]
-    clusters = [_workers(DECODE_CLUSTER, eds_directory)]
+    clusters = [_workers(DECODE_CLUSTER, config)]
+    if _opens(config):
+        clusters.append(_any_decode_worker(config))
     if loopback is not None:
         listeners.append(_prefill_loop(config, loopback))
-        clusters.append(_workers(PREFILL_CLUSTER, eds_directory))
+        clusters.append(_workers(PREFILL_CLUSTER, config))
     clusters.append(_extproc(config))
     return bootstrap.Bootstrap(
         node=core.Node(id="baton", cluster="baton"),
         admin=bootstrap.Admin(address=_listen_address("envoy.admin", Address.parse(config.envoy.admin), loopback_only=True)),
         static_resources=bootstrap.BootstrapStaticResources(listeners=listeners, clusters=clusters),
+        dynamic_resources=_ads() if _asks_filter(config) else None,
         stats_config=_stats_config(),
         overload_manager=_overload_manager(config),
     )
@@ -175,16 +181,22 @@ def _front(config: Config) -> listener.Listener:
         ),
         request_headers_timeout=_HEADERS_TIMEOUT,
         stream_idle_timeout=_seconds(config.envoy.idle_timeout_s),
-        early_header_mutation_extensions=[_strip_routing_headers()],
+        early_header_mutation_extensions=[_strip_routing_headers(config)],
         local_reply_config=_local_replies(),
-        route_config=_routes(_decode_route(config)),
-        http_filters=[_ext_proc_filter(config), _router()],
+        route_config=_routes(*([_filter_down_route(config)] if _opens(config) else []), _decode_route(config)),
+        http_filters=[_ext_proc_filter(config), *([_filter_down()] if _opens(config) else []), _router()],
     )
     return _listener("front", _listen_address("envoy.listen", Address.parse(config.envoy.listen)), connections)
 
 
-def _strip_routing_headers() -> core.TypedExtensionConfig:
-    mutations = [mutation_rules.HeaderMutation(remove=name) for name in ROUTING_HEADERS]
+def _opens(config: Config) -> bool:
+    """Whether requests go on while no filter is there."""
+    return config.envoy.filter_down == "round_robin"
+
+
+def _strip_routing_headers(config: Config) -> core.TypedExtensionConfig:
+    names = (*ROUTING_HEADERS, *([OPEN_HEADER] if _opens(config) else []))
+    mutations = [mutation_rules.HeaderMutation(remove=name) for name in names]
     return _extension("envoy.http.early_header_mutation.header_mutation", early.HeaderMutation(mutations=mutations))
 
 
@@ -225,6 +237,24 @@ def _decode_route(config: Config) -> route.Route:
     )
 
 
+def _filter_down_route(config: Config) -> route.Route:
+    made = _decode_route(config)
+    made.name = ANY_DECODE_CLUSTER
+    made.match = route.RouteMatch(
+        prefix="/", headers=[route.HeaderMatcher(name=OPEN_HEADER, string_match=matcher.StringMatcher(exact="1"))]
+    )
+    assert made.route is not None
+    made.route.cluster = ANY_DECODE_CLUSTER
+    made.request_headers_to_remove = [OPEN_HEADER]
+    return made
+
+
+def _filter_down() -> hcm.HttpFilter:
+    return _http_filter(
+        "envoy.filters.http.lua", lua.Lua(default_source_code=core.DataSource(inline_string=filter_down.script()))
+    )
+
+
 def _ext_proc_filter(config: Config) -> hcm.HttpFilter:
     send, skip = ext_proc.ProcessingModeHeaderSendMode.SEND, ext_proc.ProcessingModeHeaderSendMode.SKIP
     mode = ext_proc.ProcessingMode(
@@ -249,10 +279,13 @@ def _ext_proc_filter(config: Config) -> hcm.HttpFilter:
             message_timeout=_seconds(config.prefill.timeout_s + _EXTPROC_SLACK_S),
             status_on_error=types.HttpStatus(code=types.StatusCode.ServiceUnavailable),
             metadata_options=ext_proc.MetadataOptions(
-                receiving_namespaces=ext_proc.MetadataOptionsMetadataNamespaces(untyped=[LB_NAMESPACE])
+                receiving_namespaces=ext_proc.MetadataOptionsMetadataNamespaces(untyped=[LB_NAMESPACE]),
+                forwarding_namespaces=ext_proc.MetadataOptionsMetadataNamespaces(untyped=[LB_NAMESPACE]),
             ),
+            response_attributes=[] if config.envoy.pin == "exact" else [UPSTREAM_ATTRIBUTE],
             mutation_rules=_mutation_rules(),
             allow_mode_override=True,
+            failure_mode_allow=_opens(config),
         ),
     )
 
@@ -315,27 +348,72 @@ def _lb_metadata(key: str) -> metadata.MetadataKey:
     return metadata.MetadataKey(key=LB_NAMESPACE, path=[metadata.MetadataKeyPathSegment(key=key)])
 
 
-def _workers(name: str, eds_directory: Path) -> cluster.Cluster:
-    source = core.PathConfigSource(
-        path=str(endpoints_file(eds_directory, name)),
-        watched_directory=core.WatchedDirectory(path=str(eds_directory)),
-    )
+def _workers(name: str, config: Config) -> cluster.Cluster:
     protocol = upstreams.HttpProtocolOptions(
         common_http_protocol_options=core.HttpProtocolOptions(idle_timeout=_WORKER_IDLE_TIMEOUT),
         explicit_http_config=upstreams.HttpProtocolOptionsExplicitHttpConfig(http_protocol_options=core.Http1ProtocolOptions()),
     )
-    return cluster.Cluster(
+    made = cluster.Cluster(
         name=name,
-        type=cluster.ClusterDiscoveryType.EDS,
         connect_timeout=_CONNECT_TIMEOUT,
         per_connection_buffer_limit_bytes=_CONNECTION_BUFFER_BYTES,
-        eds_cluster_config=cluster.ClusterEdsClusterConfig(
-            eds_config=core.ConfigSource(resource_api_version=core.ApiVersion.V3, path_config_source=source)
-        ),
-        load_balancing_policy=_exact_pin(),
-        circuit_breakers=_no_circuit_breaker(),
+        circuit_breakers=_worker_circuit_breaker(config.envoy),
         upstream_connection_options=cluster.UpstreamConnectionOptions(tcp_keepalive=_keepalive()),
         typed_extension_protocol_options=_protocol(protocol),
+    )
+    if config.envoy.pin == "original_dst":
+        made.type = cluster.ClusterDiscoveryType.ORIGINAL_DST
+        made.lb_policy = cluster.ClusterLbPolicy.CLUSTER_PROVIDED
+        made.original_dst_lb_config = cluster.ClusterOriginalDstLbConfig(metadata_key=_lb_metadata(DESTINATION_HEADER))
+    else:
+        made.type = cluster.ClusterDiscoveryType.EDS
+        made.eds_cluster_config = cluster.ClusterEdsClusterConfig(eds_config=_endpoints_source(name, config.envoy))
+        made.load_balancing_policy = _exact_pin()
+    return made
+
+
+def _any_decode_worker(config: Config) -> cluster.Cluster:
+    made = _workers(DECODE_CLUSTER, config)
+    made.name = ANY_DECODE_CLUSTER
+    assert made.eds_cluster_config is not None
+    made.eds_cluster_config.service_name = DECODE_CLUSTER
+    made.load_balancing_policy = _policy("envoy.load_balancing_policies.round_robin", round_robin.RoundRobin())
+    return made
+
+
+def _asks_filter(config: Config) -> bool:
+    """Whether Envoy learns the workers from the filter's gRPC server."""
+    return config.envoy.pin == "exact" and _endpoints_directory(config.envoy) is None
+
+
+def _endpoints_directory(settings: Envoy) -> Path | None:
+    """Where Envoy reads the endpoints; None: it asks the filter."""
+    return None if settings.eds == "grpc" or settings.eds_dir is None else Path(settings.eds_dir)
+
+
+def _endpoints_source(name: str, settings: Envoy) -> core.ConfigSource:
+    directory = _endpoints_directory(settings)
+    if directory is None:
+        return core.ConfigSource(
+            resource_api_version=core.ApiVersion.V3,
+            ads=core.AggregatedConfigSource(),
+            initial_fetch_timeout=_FIRST_ENDPOINTS_TIMEOUT,
+        )
+    path = core.PathConfigSource(
+        path=str(endpoints_file(directory, name)), watched_directory=core.WatchedDirectory(path=str(directory))
+    )
+    return core.ConfigSource(resource_api_version=core.ApiVersion.V3, path_config_source=path)
+
+
+def _ads() -> bootstrap.BootstrapDynamicResources:
+    service = core.GrpcService(envoy_grpc=core.GrpcServiceEnvoyGrpc(cluster_name=EXTPROC_CLUSTER))
+    return bootstrap.BootstrapDynamicResources(
+        ads_config=core.ApiConfigSource(
+            api_type=core.ApiConfigSourceApiType.DELTA_GRPC,
+            transport_api_version=core.ApiVersion.V3,
+            grpc_services=[service],
+            set_node_on_first_message_only=True,
+        )
     )
 
 
@@ -348,7 +426,7 @@ def _exact_pin() -> cluster.LoadBalancingPolicy:
         "envoy.load_balancing_policies.override_host",
         override_host.OverrideHost(
             override_host_sources=[override_host.OverrideHostOverrideHostSource(metadata=_lb_metadata(DESTINATION_HEADER))],
-            selected_host_key=_lb_metadata(_SERVED_KEY),
+            selected_host_key=_lb_metadata(SERVED_KEY),
             fallback_policy=_policy("envoy.load_balancing_policies.subset", nobody),
         ),
     )
@@ -384,10 +462,18 @@ def _extproc(config: Config) -> cluster.Cluster:
 
 
 def _no_circuit_breaker() -> cluster.CircuitBreakers:
+    return _circuit_breaker(_MAX_CONNECTIONS, _MAX_CONNECTIONS, _MAX_CONNECTIONS)
+
+
+def _worker_circuit_breaker(settings: Envoy) -> cluster.CircuitBreakers:
+    return _circuit_breaker(settings.max_connections, settings.max_pending, settings.max_requests)
+
+
+def _circuit_breaker(connections: int, pending: int, requests: int) -> cluster.CircuitBreakers:
     threshold = cluster.CircuitBreakersThresholds(
-        max_connections=_MAX_CONNECTIONS,
-        max_pending_requests=_MAX_CONNECTIONS,
-        max_requests=_MAX_CONNECTIONS,
+        max_connections=connections,
+        max_pending_requests=pending,
+        max_requests=requests,
         max_retries=_MAX_CONNECTIONS,
     )
     return cluster.CircuitBreakers(thresholds=[threshold])
@@ -478,9 +564,9 @@ def _listener(
     )
 
 
-def _routes(only: route.Route) -> route.RouteConfiguration:
-    host = route.VirtualHost(name="all", domains=["*"], routes=[only])
-    return route.RouteConfiguration(name=only.name, virtual_hosts=[host])
+def _routes(*routes: route.Route) -> route.RouteConfiguration:
+    host = route.VirtualHost(name="all", domains=["*"], routes=list(routes))
+    return route.RouteConfiguration(name=routes[-1].name, virtual_hosts=[host])
 
 
 def _router() -> hcm.HttpFilter:

@@ -1,0 +1,68 @@
+"""What Envoy lets through by itself while no filter is there (`envoy.filter_down: round_robin`). Pure.
+
+A client's KV-transfer keys must never reach an engine: with them it could read blocks, pin them, or end the process. The
+filter takes them out; while it is away, nobody parses JSON. So the script refuses every body that *could* hold such a key: one
+that has its name anywhere, or an escaped letter, with which a name could be spelt in another way, or a NUL, without which no
+other encoding of JSON than UTF-8 can be written. What is left holds none, whoever parses it.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Final
+
+from extproc.headers import DESTINATION_HEADER, LB_NAMESPACE
+from extproc.inference import TRANSFER_KEYS
+from extproc.paths import TABLE
+
+OPEN_HEADER: Final = "x-baton-filter-down"
+"""Marks a request that no filter has seen and that may go on; the route goes by it. Stripped from clients."""
+
+# The keys, and the objects in which the engine would find them too.
+_NAMES = (*TRANSFER_KEYS, "vllm_xargs", "extra_args")
+
+_SCRIPT = """\
+local paths = { %(paths)s }
+local names = { %(names)s }
+
+local function refuse(handle)
+  handle:respond({ [":status"] = "503" }, "")
+end
+
+local function may_hold_a_name(text)
+  for _, name in ipairs(names) do
+    if string.find(text, name, 1, true) then return true end
+  end
+  -- \\u0040 to \\u007f: ASCII letters, spelt so that the names would not be found.
+  return string.find(text, "\\\\[uU]00[4-7]") ~= nil or string.find(text, "%%z") ~= nil
+end
+
+function envoy_on_request(handle)
+  local chosen = handle:streamInfo():dynamicMetadata():get(%(namespace)s)
+  if chosen ~= nil and chosen[%(destination)s] ~= nil then return end
+  local headers = handle:headers()
+  local path = string.match(headers:get(":path") or "", "^[^?]*")
+  local kind = string.lower(string.match(headers:get("content-type") or "", "^[^;]*"))
+  kind = string.gsub(kind, "%%s", "")
+  if headers:get(":method") ~= "POST" or not paths[path] or kind ~= "application/json"
+    or headers:get("content-encoding") ~= nil then
+    return refuse(handle)
+  end
+  local body = handle:body(true)
+  if may_hold_a_name(body:getBytes(0, body:length())) then return refuse(handle) end
+  headers:replace(%(open)s, "1")
+  handle:clearRouteCache()
+end
+"""
+
+
+def script() -> str:
+    """The Lua that Envoy runs after the filter on every request; one that the filter has seen passes at its first line."""
+    prompts = sorted(path for path, how in TABLE.items() if how.apart)
+    return _SCRIPT % {
+        "paths": ", ".join(f"[{json.dumps(path)}] = true" for path in prompts),
+        "names": ", ".join(json.dumps(name) for name in _NAMES),
+        "namespace": json.dumps(LB_NAMESPACE),
+        "destination": json.dumps(DESTINATION_HEADER),
+        "open": json.dumps(OPEN_HEADER),
+    }
