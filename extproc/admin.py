@@ -1,4 +1,5 @@
-"""The admin port: ``/metrics`` for Prometheus, ``/healthz`` for whoever asks whether requests can be served."""
+"""The admin port: ``/metrics`` for Prometheus, ``/healthz`` for whoever asks whether requests can be served, ``/debug/…`` for
+people who ask why a decision came out as it did."""
 
 from __future__ import annotations
 
@@ -8,10 +9,16 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from extproc.config import Address
+from extproc.dispatcher import Dispatcher
 from extproc.observe.metrics import Metrics
 
 
-async def start(address: Address, metrics: Metrics, status: Callable[[], tuple[bool, dict[str, object]]]) -> web.AppRunner:
+async def start(
+    address: Address,
+    metrics: Metrics,
+    status: Callable[[], tuple[bool, dict[str, object]]],
+    dispatcher: Dispatcher,
+) -> web.AppRunner:
     """Serve until the runner's ``cleanup()``. ``status`` says (ready, what to show). Raises OSError if the port is busy."""
 
     async def show_metrics(_: web.Request) -> web.Response:
@@ -21,8 +28,21 @@ async def start(address: Address, metrics: Metrics, status: Callable[[], tuple[b
         ready, details = status()
         return web.json_response({"ready": ready, **details}, status=200 if ready else 503)
 
+    async def show_decisions(_: web.Request) -> web.Response:
+        return web.json_response(dispatcher.decisions())
+
+    async def show_snapshot(_: web.Request) -> web.Response:
+        return web.json_response(dispatcher.snapshot())
+
     app = web.Application()
-    app.add_routes([web.get("/metrics", show_metrics), web.get("/healthz", show_health)])
+    app.add_routes(
+        [
+            web.get("/metrics", show_metrics),
+            web.get("/healthz", show_health),
+            web.get("/debug/decisions", show_decisions),
+            web.get("/debug/snapshot", show_snapshot),
+        ]
+    )
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     site = web.UnixSite(runner, address.path) if address.path else web.TCPSite(runner, address.host.strip("[]"), address.port)

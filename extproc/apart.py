@@ -18,9 +18,10 @@ from extproc.config import BODY_HEADROOM_BYTES
 from extproc.errors import ApiError
 from extproc.handoff import Flow, Handoff, Pair
 from extproc.headers import KV_TRANSFER_HEADER
-from extproc.journey import Journey, OverError, Phase, no_endpoint
+from extproc.journey import Journey, OverError, Phase
 from extproc.routing.picker import NoEndpointError
-from extproc.routing.pool import Endpoint, Role
+from extproc.routing.pool import Endpoint
+from extproc.routing.router import Ticket
 
 _STALE_AT_MOST = 3
 """Handoffs too old in a row, after which something is wrong with the clock, the lease or the machine."""
@@ -32,48 +33,53 @@ _STANDSTILL_S = 0.3
 """A handoff is read within a fraction of this, unless the whole process stood still."""
 
 
-async def serve(journey: Journey, ask: Ask, decode: Endpoint) -> None:
-    """Hand ``ask`` over to ``decode``. Raises ApiError, RelayedError, OverError."""
-    await _FLOWS[journey.parts.connector.flow](journey, ask, decode)
+async def serve(journey: Journey, ask: Ask, ticket: Ticket) -> None:
+    """Hand ``ask`` over from one worker of its ticket to the other. Raises ApiError, RelayedError, OverError."""
+    await _FLOWS[journey.parts.connector.flow](journey, ask, ticket)
 
 
-async def _one_after_the_other(journey: Journey, ask: Ask, decode: Endpoint) -> None:
+async def _one_after_the_other(journey: Journey, ask: Ask, ticket: Ticket) -> None:
     """Flow.SEQUENTIAL: prefill, and when its reply is here, decode."""
-    prefilled = await _fresh(journey, ask)
+    prefilled = await _fresh(journey, ask, ticket)
     # From here on the blocks are given back, unless Envoy has been told to fetch them.
     with ExitStack() as undelivered:
         undelivered.callback(journey.parts.releaser.release, prefilled.handoff)
         if journey.parts.clock() - prefilled.since_s > _STANDSTILL_S and await journey.over_within(None, LAST_CHANCE_S):
             # The client left while the process stood still: the reply would go into a stream that is no more.
             raise OverError(await journey.receive(Phase.PREFILL))
-        decode = still_live(journey, decode, ask.model)
+        decode = still_live(journey, ticket)
         await _dispatch(journey, ask, prefilled.handoff, decode, prefilled.prompt_token_ids)
         undelivered.pop_all()
 
 
-async def _both_at_once(journey: Journey, ask: Ask, decode: Endpoint) -> None:
+async def _both_at_once(journey: Journey, ask: Ask, ticket: Ticket) -> None:
     """Flow.CONCURRENT: the decode worker waits for blocks, so it must not outlive the failure of its prefill."""
-    with ExitStack() as prefilling:
-        prefill = journey.pick(Role.PREFILL, model=ask.model, held=prefilling)
-        pair = Pair(prefill.address, decode.address, uuid.uuid4().hex)
-        await _dispatch(journey, ask, journey.parts.connector.announce(pair), decode)
-        task = asyncio.ensure_future(journey.parts.prefiller.attempt(ask, pair))
-        try:
-            await journey.to_the_end(task)
-            if task.done():
-                journey.record.tokens = task.result().handoff.tokens
-        finally:
-            task.cancel()
+    pair = _pair(journey, ticket)
+    assert ticket.decode is not None
+    await _dispatch(journey, ask, journey.parts.connector.announce(pair), ticket.decode)
+    task = asyncio.ensure_future(journey.parts.prefiller.attempt(ask, ticket, pair))
+    try:
+        await journey.to_the_end(task)
+        if task.done():
+            journey.record.tokens = task.result().handoff.tokens
+    finally:
+        task.cancel()
 
 
-async def _by_delegation(journey: Journey, ask: Ask, decode: Endpoint) -> None:
-    """Flow.DELEGATED: only the pair is chosen. The prefill counts as long as the request: nobody tells when it is done."""
-    prefill = journey.pick(Role.PREFILL, model=ask.model)
-    pair = Pair(prefill.address, decode.address, uuid.uuid4().hex)
-    await _dispatch(journey, ask, journey.parts.connector.announce(pair), decode)
+async def _by_delegation(journey: Journey, ask: Ask, ticket: Ticket) -> None:
+    """Flow.DELEGATED: only the pair is chosen. The prefill counts until the answer begins: nobody tells when it is done."""
+    pair = _pair(journey, ticket)
+    assert ticket.decode is not None
+    await _dispatch(journey, ask, journey.parts.connector.announce(pair), ticket.decode)
 
 
-_FLOWS: dict[Flow, Callable[[Journey, Ask, Endpoint], Awaitable[None]]] = {
+def _pair(journey: Journey, ticket: Ticket) -> Pair:
+    assert ticket.prefill is not None and ticket.decode is not None
+    journey.record.prefill = ticket.prefill.address
+    return Pair(ticket.prefill.address, ticket.decode.address, uuid.uuid4().hex)
+
+
+_FLOWS: dict[Flow, Callable[[Journey, Ask, Ticket], Awaitable[None]]] = {
     Flow.SEQUENTIAL: _one_after_the_other,
     Flow.CONCURRENT: _both_at_once,
     Flow.DELEGATED: _by_delegation,
@@ -105,14 +111,15 @@ async def _dispatch(
         metrics.handoff_blocks.observe(handoff.blocks)
 
 
-def _on_answer(journey: Journey, handoff: Handoff, answered: asyncio.Event, status: int) -> None:
+def _on_answer(journey: Journey, handoff: Handoff, answered: asyncio.Event, answer: wire.ResponseHeaders) -> None:
     """An answer that is an error is one from a worker that did not take the request on, or from Envoy, which reached none.
 
     Some errors make the decode worker give the blocks back by itself. Then the prefill worker is told twice, which it notes
     (`vllm:nixl_num_notifications_after_expiry`) and survives; the others would leave them pinned until their lease ends.
     """
     answered.set()
-    if status >= 400:
+    journey.answered(answer)
+    if answer.status >= 400:
         journey.parts.releaser.release(handoff)
 
 
@@ -122,7 +129,7 @@ def _on_end(journey: Journey, handoff: Handoff, answered: asyncio.Event, dispatc
         journey.parts.releaser.release_later(handoff)
 
 
-async def _fresh(journey: Journey, ask: Ask) -> Prefilled:
+async def _fresh(journey: Journey, ask: Ask, ticket: Ticket) -> Prefilled:
     """A handoff young enough to be used: a decode worker that reads after the lease gets other prompts' blocks."""
     parts, record = journey.parts, journey.record
     max_age_s = parts.config.handoff.lease_s * parts.config.handoff.max_age_share
@@ -130,11 +137,13 @@ async def _fresh(journey: Journey, ask: Ask) -> Prefilled:
     try:
         for _ in range(_STALE_AT_MOST):
             try:
-                prefilled = await _while_there(journey, ask)
+                prefilled = await _while_there(journey, ask, ticket)
             except NoEndpointError as error:
-                raise no_endpoint(error) from None
+                raise parts.dispatcher.as_api_error(error) from None
             age_s = parts.clock() - prefilled.since_s
             parts.metrics.handoff_age_seconds.observe(age_s)
+            if prefilled.handoff.tokens is not None:
+                parts.bytes_per_token.note(ask.model, ask.text_bytes, prefilled.handoff.tokens)
             if age_s <= max_age_s:
                 return prefilled
             parts.metrics.fallbacks.labels("stale").inc()
@@ -145,13 +154,13 @@ async def _fresh(journey: Journey, ask: Ask) -> Prefilled:
         record.prefill_ms = round((parts.clock() - started) * 1e3, 1)
 
 
-async def _while_there(journey: Journey, ask: Ask) -> Prefilled:
+async def _while_there(journey: Journey, ask: Ask, ticket: Ticket) -> Prefilled:
     """Get a handoff, and stop trying the moment something stirs on the stream: the request is over then."""
 
     def note(prefill: Endpoint) -> None:
         journey.record.prefill = prefill.address
 
-    task = asyncio.ensure_future(journey.parts.prefiller.obtain(ask, note))
+    task = asyncio.ensure_future(journey.parts.prefiller.obtain(ask, ticket, note))
     taken = False
     try:
         if await journey.over_within(task):
@@ -174,11 +183,15 @@ async def _abandon(journey: Journey, task: asyncio.Task[Prefilled]) -> None:
         journey.parts.releaser.release(task.result().handoff)
 
 
-def still_live(journey: Journey, decode: Endpoint, model: str) -> Endpoint:
-    """The decode worker that was picked, or another one if that has gone in the meantime. Raises ApiError."""
+def still_live(journey: Journey, ticket: Ticket) -> Endpoint:
+    """The decode worker that was chosen, or another one if that has gone in the meantime. Raises ApiError."""
+    decode = ticket.decode
+    assert decode is not None
     if decode.live:
         return decode
     if journey.parts.connector.bound:
         raise ApiError("no_decode_worker", "the decode worker of this handoff is no longer live")
     journey.parts.metrics.fallbacks.labels("decode").inc()
-    return journey.pick(Role.DECODE, model=model)
+    decode = journey.parts.dispatcher.decode_again(ticket)
+    journey.record.decode = decode.address
+    return decode

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from extproc.config import Prefill
+from extproc.dispatcher import Dispatcher
 from extproc.errors import ApiError, RelayedError
 from extproc.handoff import Connector, Handoff, HandoffError, Pair
 from extproc.inference import InferenceRequest, token_ids_of
@@ -21,8 +22,9 @@ from extproc.observe.logs import Logger
 from extproc.observe.metrics import Metrics
 from extproc.observe.pulse import Pulse
 from extproc.prefill import PrefillClient
-from extproc.routing.picker import NoEndpointError, RoundRobin
-from extproc.routing.pool import Endpoint, Pool, Role
+from extproc.routing.picker import NoEndpointError
+from extproc.routing.pool import Endpoint
+from extproc.routing.router import Ticket
 
 # Failures of one worker, which another may not share.
 _ANOTHER_MAY_DO = frozenset(("prefill_failed", "prefill_unreachable", "prefill_timeout", "handoff_invalid"))
@@ -50,6 +52,10 @@ class Ask(msgspec.Struct, frozen=True):
     """For the log."""
     deadline_s: float
     """On the monotonic clock."""
+    retries: int
+    """How many other workers are tried after a failure."""
+    text_bytes: int = 0
+    """Bytes of text in the prompt, to learn from how many of them make a token."""
 
 
 class Prefilled(msgspec.Struct, frozen=True):
@@ -68,8 +74,7 @@ class Prefiller:
         self,
         *,
         client: PrefillClient,
-        pool: Pool,
-        picker: RoundRobin,
+        dispatcher: Dispatcher,
         connector: Connector,
         settings: Prefill,
         pulse: Pulse,
@@ -78,8 +83,7 @@ class Prefiller:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client = client
-        self._pool = pool
-        self._picker = picker
+        self._dispatcher = dispatcher
         self._connector = connector
         self._settings = settings
         self._pulse = pulse
@@ -87,56 +91,64 @@ class Prefiller:
         self._log = log
         self._clock = clock
 
-    async def obtain(self, ask: Ask, on_pick: Callable[[Endpoint], None]) -> Prefilled:
-        """A fresh handoff. ``on_pick`` is told of every worker that is tried.
+    async def obtain(self, ask: Ask, ticket: Ticket, on_pick: Callable[[Endpoint], None]) -> Prefilled:
+        """A fresh handoff, from the ticket's worker or another one. ``on_pick`` is told of every worker that is tried.
 
         Raises ApiError with the last worker's failure, RelayedError, NoEndpointError.
         """
         tried: list[str] = []
         failure: ApiError | None = None
         while True:
-            try:
-                endpoint = self._picker.pick(self._pool, Role.PREFILL, model=ask.model, exclude=tried)
-            except NoEndpointError:
-                if failure is not None:
-                    raise failure from None
-                raise
+            endpoint = ticket.prefill
+            if endpoint is None or ticket.prefill_claim is None or ticket.prefill_claim.leg is None:
+                try:
+                    endpoint = self._dispatcher.prefill_again(ticket, tried)
+                except NoEndpointError:
+                    if failure is not None:
+                        raise failure from None
+                    raise
             if failure is not None:
                 self._metrics.fallbacks.labels("retry").inc()
             on_pick(endpoint)
-            with endpoint.busy():
-                try:
-                    # The engine makes its own id of this one, so it must be unique, however often we try.
-                    return await self.attempt(ask, Pair(endpoint.address, ask.decode, uuid.uuid4().hex))
-                except ApiError as error:
-                    self._log.warning(
-                        "prefill_failed",
-                        request_id=ask.request_id,
-                        prefill=endpoint.address,
-                        code=error.code,
-                        reason=error.message,
-                    )
-                    if error.code not in _ANOTHER_MAY_DO or len(tried) >= self._settings.retries:
-                        raise
-                    failure = error
-                    tried.append(endpoint.address)
+            try:
+                # The engine makes its own id of this one, so it must be unique, however often we try.
+                return await self.attempt(ask, ticket, Pair(endpoint.address, ask.decode, uuid.uuid4().hex))
+            except ApiError as error:
+                self._log.warning(
+                    "prefill_failed",
+                    request_id=ask.request_id,
+                    prefill=endpoint.address,
+                    code=error.code,
+                    reason=error.message,
+                )
+                if error.code not in _ANOTHER_MAY_DO or len(tried) >= ask.retries:
+                    raise
+                failure = error
+                tried.append(endpoint.address)
 
-    async def attempt(self, ask: Ask, pair: Pair) -> Prefilled:
-        """One call to one worker, measured. Raises ApiError, RelayedError."""
+    async def attempt(self, ask: Ask, ticket: Ticket, pair: Pair) -> Prefilled:
+        """One call to one worker, measured, and reported to the ledger. Raises ApiError, RelayedError."""
         started = self._clock()
         outcome = "cancelled"
+        blame = False
         try:
             with self._metrics.prefills_in_flight.track_inprogress():
                 prefilled = await self._call(ask, pair)
             outcome = "ok"
+            handoff = prefilled.handoff
+            self._dispatcher.prefilled(
+                ticket, tokens=handoff.tokens, cached_tokens=handoff.cached_tokens, engine_id=handoff.engine_id
+            )
             return prefilled
         except RelayedError:
             outcome = "refused"
             raise
-        except ApiError:
-            outcome = "failed"
+        except ApiError as error:
+            outcome, blame = "failed", error.code in _ANOTHER_MAY_DO
             raise
         finally:
+            if outcome != "ok":
+                self._dispatcher.prefill_failed(ticket, blame=blame)
             self._metrics.prefill_seconds.labels(outcome).observe(self._clock() - started)
 
     async def _call(self, ask: Ask, pair: Pair) -> Prefilled:

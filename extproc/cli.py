@@ -109,8 +109,8 @@ def check(config: ConfigOption = Path("baton.yaml")) -> None:
     """Read a configuration file and show what it means; exit 1 if it cannot be used."""
     settings = _load(config)
     table = Table("setting", "value", box=None, pad_edge=False)
-    table.add_row("prefill workers", "\n".join(settings.workers.prefill))
-    table.add_row("decode workers", "\n".join(settings.workers.decode))
+    table.add_row("prefill workers", "\n".join(settings.workers.prefill_addresses))
+    table.add_row("decode workers", "\n".join(settings.workers.decode_addresses))
     table.add_row("ext_proc listens on", settings.listen)
     table.add_row("prefill calls go", settings.prefill.via)
     table.add_row("admin", settings.admin)

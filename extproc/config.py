@@ -16,8 +16,10 @@ import msgspec
 from extproc import yaml_lines
 from extproc.discovery.listing import ListingError, endpoint_set, name_server
 from extproc.models import Models
+from extproc.observe.load import Scraping
 from extproc.policy_config import PolicyRule, check_policies
 from extproc.routing.endpoint_spec import EndpointSet, EndpointSpec
+from extproc.routing.settings import Routing
 
 _HOST_PORT = re.compile(r"^(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):(?P<port>[0-9]{1,5})$")
 
@@ -252,7 +254,10 @@ class Envoy(_Section, frozen=True, kw_only=True):
     """Add `x-kv-transfer` and `x-decode-endpoint` to responses. They name worker addresses: not for the internet."""
 
 
-_MAY_BE_ZERO = (("drain", "delay_s"), ("prefill", "retries"))
+_MAY_BE_ZERO = (
+    ("drain", "delay_s"),
+    ("prefill", "retries"),
+)
 
 
 class Config(_Section, frozen=True, kw_only=True):
@@ -265,7 +270,9 @@ class Config(_Section, frozen=True, kw_only=True):
     """`/metrics` and `/healthz`."""
     prefill: Prefill = Prefill()
     handoff: Handoff = Handoff()
+    routing: Routing = Routing()
     health: Health = Health()
+    scrape: Scraping = Scraping()
     limits: Limits = Limits()
     drain: Drain = Drain()
     envoy: Envoy = Envoy()
@@ -286,7 +293,7 @@ class Config(_Section, frozen=True, kw_only=True):
         ):
             _address(field, text)
         _check_workers(self.workers)
-        for section in ("prefill", "handoff", "health", "limits", "drain", "envoy"):
+        for section in ("prefill", "handoff", "health", "scrape", "limits", "drain", "envoy"):
             values: dict[str, Any] = msgspec.structs.asdict(getattr(self, section))
             for name, value in values.items():
                 if isinstance(value, int | float) and not isinstance(value, bool):

@@ -37,6 +37,10 @@ CODES: dict[str, Kind] = {
     "too_many_requests": Kind(
         429, "rate_limit_error", "limits.max_streams, limits.max_held_bytes or prefill.max_concurrent is reached"
     ),
+    "queue_full": Kind(429, "rate_limit_error", "routing.queue_requests or routing.queue_bytes is reached"),
+    "queue_timeout": Kind(429, "rate_limit_error", "no prefill worker had room within routing.queue_wait_s, or the policy's"),
+    "slo_unreachable": Kind(429, "rate_limit_error", "the TTFT SLO cannot be met, and the policy says `when_late: reject`"),
+    "policy_limit": Kind(429, "rate_limit_error", "limits.max_in_flight of the policy is reached"),
     "prefill_failed": Kind(502, _SERVER, "the prefill worker answered with an error of its own"),
     "prefill_unreachable": Kind(502, _SERVER, "no connection to the prefill worker, or it broke"),
     "handoff_invalid": Kind(502, _SERVER, "the prefill worker's reply holds no usable kv_transfer_params"),
@@ -62,9 +66,11 @@ _ANTHROPIC_TYPES = {
 class ApiError(Exception):
     """A request ends here, with this answer. ``code`` is a key of :data:`CODES`."""
 
-    def __init__(self, code: str, message: str, *, param: str | None = None) -> None:
+    def __init__(self, code: str, message: str, *, param: str | None = None, retry_after_s: float | None = None) -> None:
+        """``retry_after_s`` goes into the answer's ``retry-after``, rounded up."""
         super().__init__(message)
         self.code = code
+        self.retry_after_s = retry_after_s
         self.message = message
         self.param = param
         self.kind = CODES[code]

@@ -3,11 +3,12 @@
 Theory of operation. Envoy opens one gRPC stream a request and sends its parts; the request waits in Envoy until each is
 answered. The journey has four phases, and the table :data:`extproc.journey.PHASES` says which events may come in which:
 
-    HEADERS ──> BODY ──> PREFILL ──> ANSWER
-        └─ no body: straight to ANSWER ─┘
+    HEADERS ──> BODY ──> QUEUE ──> PREFILL ──> ANSWER
+        └─ no body: straight to ANSWER ──────────┘
 
 * HEADERS: the path says how the request is treated; routing headers that the client sent go.
-* BODY: the body is read, cleaned, and the decode worker is picked.
+* BODY: the body is read and cleaned; its policy says what it aims at.
+* QUEUE: it waits for its workers, if it must: the stream is watched, and if it ends, the place in the queue is given up.
 * PREFILL: a prefill worker is called, while the stream is watched: if it ends, the client has left, and the call with it.
 * ANSWER: the request is with the decode worker; nothing is left to do but to notice the end.
 
@@ -19,22 +20,27 @@ the same way.
 from __future__ import annotations
 
 import asyncio
+import math
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from extproc import apart, wire
 from extproc.attempts import Ask
+from extproc.config import Prefill
 from extproc.errors import ApiError, RelayedError
 from extproc.forms import refuse_transfer_fields
-from extproc.headers import ROUTING_HEADERS
+from extproc.headers import DECISION_HEADER, ROUTING_HEADERS
 from extproc.inference import InferenceRequest, parse
 from extproc.journey import Journey, OverError, Parts, Phase, ProtocolError, Record
 from extproc.paths import Treatment, treatment
-from extproc.routing.pool import Role
+from extproc.policy import Policy, override_headers
+from extproc.prompt import Prompt, read_prompt
+from extproc.routing.job import Job
 
 _FORWARDED = ("authorization", "x-api-key", "traceparent", "tracestate", "x-vllm-priority", "x-session-id")
 """Client headers that the prefill leg carries as well: who asks, how urgent it is, and the trace it belongs to."""
@@ -46,6 +52,10 @@ _AGGREGATE_AFTER = frozenset(
 
 _DEADLINE_HEADERS = ("x-request-timeout-ms", "x-envoy-upstream-rq-timeout-ms", "x-envoy-expected-rq-timeout-ms")
 """How long the client will wait; the first that is there counts. Envoy strips its own ones from what comes from outside."""
+
+
+_HASHED_AT_ONCE_BYTES = 512 << 10
+"""The chain of a larger prompt is made in a thread."""
 
 
 class Filter:
@@ -112,14 +122,16 @@ class Filter:
         forbidden = tuple(name for name in ROUTING_HEADERS if name in headers)
         if forbidden:
             parts.metrics.removed_headers.inc()
+        forbidden += tuple(override_headers(headers))
         if how is Treatment.MODELS and (models := parts.pool.models()):
             record.outcome, record.status = "models", 200
-            await stream.send(wire.immediate_reply(wire.Immediate(200, _model_list(models), "models")))
+            cards = parts.names.cards(models)
+            await stream.send(wire.immediate_reply(wire.Immediate(200, _model_list(cards), "models")))
             return
         if head.end_of_stream:
             if how.apart:
                 raise ApiError("empty_body", "the request needs a JSON body")
-            decode = journey.pick(Role.DECODE, model=None)
+            decode = journey.place_other()
             record.outcome = "whole"
             await stream.send(wire.headers_reply(wire.Mutation(remove_headers=forbidden, destination=decode.address)))
         else:
@@ -152,22 +164,58 @@ class Filter:
         if request is not None and record.treatment.apart:
             await self._serve_prompt(journey, headers, request)
         else:
-            decode = journey.pick(Role.DECODE, model=None)
+            decode = journey.place_other(len(body))
             record.outcome = "whole"
             clean = request.clean_body() if request else None
             await stream.send(wire.body_reply(wire.Mutation(body=clean, destination=decode.address)))
 
     async def _serve_prompt(self, journey: Journey, headers: dict[str, str], request: InferenceRequest) -> None:
-        """Send the prompt to its decode worker, with a handoff unless there is a reason against it."""
+        """Send the prompt to its workers, with a handoff where that is worth it and nothing is against it."""
         parts, record = self._parts, journey.record
-        model = request.model()
-        deadline_s = parts.clock() + self._timeout_s(headers)
-        # Picked before the prefill: without a decode worker that would be work for nothing.
-        decode = journey.pick(Role.DECODE, model=model)
+        arrived_s = parts.clock()
+        asked_for = request.model()
+        deadline_s = arrived_s + self._timeout_s(headers)
+        prompt = await self._prompt(request, record, asked_for)
+        resolved = parts.policies.resolve(headers, record.path, asked_for, prompt.tokens)
+        for name in resolved.ignored_overrides:
+            parts.metrics.ignored_overrides.labels(name).inc()
+        model = parts.names.resolve(asked_for, resolved.affinity or record.request_id)
+        if model != asked_for:
+            request = request.with_model(model)
+            prompt = await self._prompt(request, record, model)
+        policy = resolved.policy
+        if policy.pass_priority:
+            request = request.with_priority(resolved.aims.priority)
         record.whole_reason = request.whole_reason()
         if record.whole_reason is None and request.treatment not in parts.connector.apis:
             record.whole_reason = "connector"
-        if record.whole_reason is None:
+        job = Job(
+            model=model,
+            chain=prompt.chain,
+            tokens=max(prompt.tokens, 1),
+            aims=resolved.aims,
+            arrived_s=arrived_s,
+            deadline_s=deadline_s,
+            tenant=resolved.tenant,
+            session=resolved.session,
+            answer_tokens=request.answer_tokens(),
+            size_bytes=record.body_bytes,
+            handoff=record.whole_reason is None,
+        )
+        retries, fallback = _on_failure(policy, parts.config.prefill)
+        try:
+            ticket = await journey.place(job)
+        except ApiError as error:
+            if not fallback or error.code != "no_prefill_worker":
+                raise
+            parts.metrics.fallbacks.labels("aggregate").inc()
+            record.whole_reason, job.handoff = error.code, False
+            ticket = await journey.place(job)
+        assert ticket.decision is not None and ticket.decode is not None
+        if resolved.explain:
+            journey.answer_headers[DECISION_HEADER] = ticket.decision.header()
+        decode = ticket.decode
+        if ticket.prefill is not None:
             ask = Ask(
                 request=request,
                 path=record.path,
@@ -176,20 +224,28 @@ class Filter:
                 decode=decode.address,
                 request_id=record.request_id,
                 deadline_s=deadline_s,
+                retries=retries,
+                text_bytes=prompt.text_bytes,
             )
             try:
-                await apart.serve(journey, ask, decode)
+                await apart.serve(journey, ask, ticket)
                 return
             except ApiError as error:
                 dispatched = record.outcome == "handoff"  # too late for anything else
-                if dispatched or parts.config.prefill.fallback != "aggregate" or error.code not in _AGGREGATE_AFTER:
+                if dispatched or not fallback or error.code not in _AGGREGATE_AFTER:
                     raise
                 parts.metrics.fallbacks.labels("aggregate").inc()
                 record.whole_reason = error.code
-                decode = apart.still_live(journey, decode, model)
+                decode = apart.still_live(journey, ticket)
+        record.whole_reason = record.whole_reason or ticket.decision.reason
         parts.metrics.whole.labels(record.whole_reason).inc()
         record.outcome = "whole"
         await journey.stream.send(wire.body_reply(wire.Mutation(body=request.clean_body(), destination=decode.address)))
+
+    async def _prompt(self, request: InferenceRequest, record: Record, model: str) -> Prompt:
+        parts = self._parts
+        read = partial(read_prompt, request, parts.prompts, model=model, bytes_per_token=parts.bytes_per_token.of(model))
+        return read() if record.body_bytes <= _HASHED_AT_ONCE_BYTES else await asyncio.to_thread(read)
 
     def _timeout_s(self, headers: dict[str, str]) -> float:
         configured_s = self._parts.config.prefill.timeout_s
@@ -212,9 +268,18 @@ class Filter:
         self._parts.log.info("request", **fields, total_ms=round(seconds * 1e3, 1))
 
 
+def _on_failure(policy: Policy, settings: Prefill) -> tuple[int, bool]:
+    """How many other prefill workers are tried, and whether a decode worker does it all after that."""
+    if policy.on_prefill_failure is None:
+        return settings.retries, settings.fallback == "aggregate"
+    retries = 0 if policy.on_prefill_failure == "fail" else settings.retries
+    return retries, policy.on_prefill_failure == "aggregate"
+
+
 def _error_reply(error: ApiError, how: Treatment | None) -> Any:
     body = error.anthropic_body() if how is Treatment.MESSAGES else error.openai_body()
-    return wire.immediate_reply(wire.Immediate(error.status, body, error.code))
+    headers = {} if error.retry_after_s is None else {"retry-after": str(math.ceil(error.retry_after_s))}
+    return wire.immediate_reply(wire.Immediate(error.status, body, error.code, headers=headers))
 
 
 def _model_list(models: dict[str, bytes]) -> bytes:

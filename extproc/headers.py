@@ -35,6 +35,9 @@ ROUTING_HEADERS: Final[tuple[str, ...]] = (
 )
 """Headers with which a client could choose workers or sources of KV blocks. Only the filter may set them."""
 
+DECISION_HEADER: Final = "x-baton-decision"
+"""On an answer, where the policy wants it: which workers were chosen, and why."""
+
 ORIGIN_HEADER: Final = "x-baton-origin"
 """On the prefill listener, Envoy's own replies carry it with the value ``envoy``; a worker's answer never does."""
 

@@ -160,6 +160,23 @@ class InferenceRequest(msgspec.Struct, frozen=True):
         fields = {**self.fields, "model": msgspec.Raw(_encode(name))}
         return InferenceRequest(self.treatment, fields, self.removed, renamed=True)
 
+    def with_priority(self, priority: int) -> InferenceRequest:
+        """The same request with this priority in the engine's scheduler, where its API has one."""
+        if self.treatment is Treatment.MESSAGES:
+            return self
+        fields = {**self.fields, "priority": msgspec.Raw(_encode(priority))}
+        return InferenceRequest(self.treatment, fields, self.removed, renamed=True)
+
+    def answer_tokens(self) -> int | None:
+        """The request's own cap on the answer; None if it gives none that can be read."""
+        for name in LEGS[self.treatment].caps:
+            if self._given(name):
+                try:
+                    return max(1, msgspec.json.decode(self.fields[name], type=int))
+                except msgspec.DecodeError:
+                    return None
+        return None
+
     def _given(self, key: str) -> bool:
         value = self.fields.get(key)
         return value is not None and bytes(value) != _NULL

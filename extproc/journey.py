@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from array import array
 from collections.abc import Callable
 from contextlib import ExitStack
 from enum import Enum
@@ -18,14 +19,19 @@ import msgspec
 from extproc import wire
 from extproc.attempts import Prefiller
 from extproc.config import Config
-from extproc.errors import ApiError
+from extproc.dispatcher import Dispatcher
 from extproc.handoff import Connector
+from extproc.models import Names
 from extproc.observe.logs import Logger
 from extproc.observe.metrics import Metrics
 from extproc.paths import Treatment
+from extproc.policy import Policies
+from extproc.prompt import BytesPerToken, PromptSettings
 from extproc.release import Releaser
-from extproc.routing.picker import NoEndpointError, RoundRobin
-from extproc.routing.pool import Endpoint, Pool, Role
+from extproc.routing.job import Aims, Job
+from extproc.routing.pool import Endpoint, Pool
+from extproc.routing.prefix import Chain
+from extproc.routing.router import Ticket
 
 T = TypeVar("T")
 
@@ -35,6 +41,7 @@ class Phase(Enum):
 
     HEADERS = "headers"
     BODY = "body"
+    QUEUE = "queue"
     PREFILL = "prefill"
     ANSWER = "answer"
 
@@ -45,6 +52,7 @@ PHASES: dict[Phase, tuple[type[Any], ...]] = {
     Phase.HEADERS: (wire.RequestHeaders,),
     # A response before the request is through is an answer of Envoy's own (413, 504): the request is over.
     Phase.BODY: (wire.RequestBody, *_RESPONSE),
+    Phase.QUEUE: _RESPONSE,
     Phase.PREFILL: _RESPONSE,
     Phase.ANSWER: (wire.RequestTrailers, *_RESPONSE),
 }
@@ -75,9 +83,12 @@ class Record(msgspec.Struct):
     whole_reason: str | None = None
     prefill: str | None = None
     decode: str | None = None
+    policy: str | None = None
+    queued_ms: float | None = None
     prefill_ms: float | None = None
     blocks: int | None = None
     tokens: int | None = None
+    cached_tokens: int | None = None
     body_bytes: int = 0
 
 
@@ -86,7 +97,11 @@ class Parts(msgspec.Struct, frozen=True):
 
     config: Config
     pool: Pool
-    picker: RoundRobin
+    dispatcher: Dispatcher
+    policies: Policies
+    names: Names
+    prompts: PromptSettings
+    bytes_per_token: BytesPerToken
     connector: Connector
     prefiller: Prefiller
     releaser: Releaser
@@ -105,8 +120,11 @@ class Journey:
         self.stream = stream
         self.held = held
         self.record = Record()
-        self.on_answer: Callable[[int], None] | None = None
-        """Told the status of the answer, where Envoy was asked to show it."""
+        self.ticket: Ticket | None = None
+        self.on_answer: Callable[[wire.ResponseHeaders], None] | None = None
+        """Told the start of the answer, where Envoy was asked to show it."""
+        self.answer_headers: dict[str, str] = {}
+        """What the answer gets beside the worker's own headers."""
 
     async def expect(self, phase: Phase, wanted: type[T]) -> T:
         """The one event that carries the request on. Raises OverError, ProtocolError."""
@@ -129,8 +147,11 @@ class Journey:
             if event is None:
                 return
             if isinstance(event, wire.ResponseHeaders) and self.on_answer is not None:
-                self.on_answer(event.status)
-            await self.stream.send(wire.go_on(event))
+                self.on_answer(event)
+            if isinstance(event, wire.ResponseHeaders) and self.answer_headers:
+                await self.stream.send(wire.answer_reply(event, self.answer_headers))
+            else:
+                await self.stream.send(wire.go_on(event))
 
     async def over_within(self, work: asyncio.Future[Any] | None, timeout_s: float | None = None) -> bool:
         """Wait for ``work``, but no longer than the request lasts: whether something stirred on the stream first."""
@@ -141,19 +162,57 @@ class Journey:
         finally:
             watch.cancel()
 
-    def pick(self, role: Role, *, model: str | None, held: ExitStack | None = None) -> Endpoint:
-        """A worker for this request, counted on it until ``held`` (by default the whole request) ends. Raises ApiError."""
-        try:
-            endpoint = self.parts.picker.pick(self.parts.pool, role, model=model)
-        except NoEndpointError as error:
-            raise no_endpoint(error) from None
-        setattr(self.record, role.value, endpoint.address)
-        (held or self.held).enter_context(endpoint.busy())
-        return endpoint
+    async def place(self, job: Job) -> Ticket:
+        """Workers for a prompt, counted on them until the request ends. It may have to wait for them.
+
+        Raises ApiError, OverError.
+        """
+        dispatcher = self.parts.dispatcher
+        ticket = self.ticket = dispatcher.submit(job)
+        self.held.callback(dispatcher.finish, ticket)
+        settled = dispatcher.settled(ticket)
+        if settled is not None and await self.over_within(settled):
+            raise OverError(await self.receive(Phase.QUEUE))
+        dispatcher.note(ticket, self.record.request_id)
+        decision = ticket.decision
+        assert decision is not None
+        self.record.decode, self.record.policy = decision.decode, decision.policy
+        self.record.cached_tokens = decision.cached_tokens
+        if ticket.waiting is not None:
+            self.record.queued_ms = round(decision.queued_s * 1e3, 1)
+        self.on_answer = self.answered
+        return ticket
+
+    def answered(self, answer: wire.ResponseHeaders) -> None:
+        """The start of the answer says how the decode worker is, and whether it is the one that was chosen."""
+        ticket = self.ticket
+        if ticket is None or ticket.decode is None:
+            return
+        chosen = ticket.decode.address
+        if answer.served is not None and answer.served != chosen:
+            self.parts.metrics.served_elsewhere.inc()
+            self.parts.log.error("served_elsewhere", request_id=self.record.request_id, chosen=chosen, served=answer.served)
+        # An error of the client's is none of the worker's. A 500 may be a handoff that it could not read.
+        self.parts.dispatcher.answered(ticket, ok=answer.status < 500, pair_fault=answer.status == 500)
+
+    def place_other(self, size_bytes: int = 0) -> Endpoint:
+        """A decode worker for what is no prompt, at once. Raises ApiError."""
+        now_s = self.parts.clock()
+        job = Job(
+            model=None,
+            chain=_NO_CHAIN,
+            tokens=max(size_bytes // 4, 1),
+            aims=_AT_ONCE,
+            arrived_s=now_s,
+            deadline_s=now_s,
+            handoff=False,
+        )
+        ticket = self.ticket = self.parts.dispatcher.submit(job)
+        self.held.callback(self.parts.dispatcher.finish, ticket)
+        assert ticket.decode is not None
+        self.record.decode = ticket.decode.address
+        return ticket.decode
 
 
-def no_endpoint(error: NoEndpointError) -> ApiError:
-    """What the client is told when no worker can take its request."""
-    if error.model is not None:
-        return ApiError("model_not_found", f"The model {error.model!r} does not exist.", param="model")
-    return ApiError(f"no_{error.role.value}_worker", str(error))
+_NO_CHAIN = Chain(array("Q"), 1.0)
+_AT_ONCE = Aims(policy="other", held=False)

@@ -4,27 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Collection
-from functools import partial
 from pathlib import Path
 
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from extproc import __version__, admin, wire, xds
+from extproc import __version__, admin, wire
 from extproc.attempts import Prefiller
 from extproc.config import Address, Config
+from extproc.dispatcher import Dispatcher, live_decode_worker
 from extproc.filter import Filter
+from extproc.fleet import Fleet
 from extproc.handoff.choose import connector as choose_connector
 from extproc.journey import Parts
+from extproc.models import Names
 from extproc.observe.logs import Logger
 from extproc.observe.metrics import Metrics
-from extproc.observe.probe import Prober
 from extproc.observe.pulse import Pulse
+from extproc.policy import Policies
 from extproc.prefill import PrefillClient
+from extproc.prompt import BytesPerToken, PromptSettings
 from extproc.release import Releaser
-from extproc.routing.picker import NoEndpointError, RoundRobin
-from extproc.routing.pool import Endpoint, Pool, Role
+from extproc.routing.endpoint_spec import EndpointSet
+from extproc.routing.pool import Pool
+from extproc.routing.router import Router
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -38,6 +41,9 @@ _READY = ("", "readiness")
 _GRPC_SLACK_BYTES = 1 << 20
 """What a message holds beside the body."""
 
+_LONGEST_REQUEST_S = 24 * 3600.0
+"""Nothing counts as in flight for longer."""
+
 _SPARE_STREAMS = 1_000
 """Room above limits.max_streams, in which the filter itself says 429 instead of gRPC cutting the stream."""
 
@@ -49,7 +55,7 @@ class Server:
         self._config = config
         self._log = log
         self._metrics = Metrics()
-        self._pool = Pool(config.workers.prefill, config.workers.decode)
+        self._pool = Pool(EndpointSet())
         self._health = health.aio.HealthServicer()
         self._draining = False
         self._stop = asyncio.Event()
@@ -62,16 +68,24 @@ class Server:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
-        self._write_endpoints()
-        self._expose_pool()
-        picker = RoundRobin()
         pulse = Pulse()
         connector = choose_connector(config.handoff)
-        async with PrefillClient(config.prefill) as client, self._releaser() as releaser:
+        router = Router(self._pool, config.routing)
+        dispatcher = Dispatcher(
+            router,
+            metrics=self._metrics,
+            log=self._log,
+            longest_request_s=_LONGEST_REQUEST_S,
+        )
+        fleet = self._fleet = Fleet(
+            config, dispatcher, metrics=self._metrics, log=self._log, on_change=self._on_endpoint_change
+        )
+        self._expose_routing(router)
+        releaser = Releaser(config.handoff, live_decode_worker(router), self._metrics, self._log)
+        async with PrefillClient(config.prefill) as client, releaser:
             prefiller = Prefiller(
                 client=client,
-                pool=self._pool,
-                picker=picker,
+                dispatcher=dispatcher,
                 connector=connector,
                 settings=config.prefill,
                 pulse=pulse,
@@ -82,7 +96,11 @@ class Server:
                 Parts(
                     config=config,
                     pool=self._pool,
-                    picker=picker,
+                    dispatcher=dispatcher,
+                    policies=Policies(config.policies),
+                    names=Names(config.models),
+                    prompts=PromptSettings(block_tokens=config.routing.block_tokens),
+                    bytes_per_token=BytesPerToken(),
                     connector=connector,
                     prefiller=prefiller,
                     releaser=releaser,
@@ -91,10 +109,10 @@ class Server:
                 )
             )
             self._metrics.streams.set_function(lambda: filter_.open_streams)
+            background = [asyncio.create_task(part.run()) for part in (fleet, dispatcher, pulse)]
+            await fleet.first_look()
             server = await self._start_grpc(filter_)
-            runner = await admin.start(Address.parse(config.admin), self._metrics, self._status)
-            prober = Prober(self._pool, config.health, self._log, self._on_endpoint_change)
-            background = [asyncio.create_task(part.run()) for part in (prober, pulse)]
+            runner = await admin.start(Address.parse(config.admin), self._metrics, self._status, dispatcher)
             self._log.info(
                 "serving", version=__version__, listen=config.listen, admin=config.admin, prefill_via=config.prefill.via
             )
@@ -118,17 +136,6 @@ class Server:
             if task in done:
                 task.result()
 
-    def _releaser(self) -> Releaser:
-        turns = RoundRobin()  # its own: a release must not take the turn of a request
-
-        def decode_worker(exclude: Collection[str]) -> str | None:
-            try:
-                return turns.pick(self._pool, Role.DECODE, exclude=exclude).address
-            except NoEndpointError:
-                return None
-
-        return Releaser(self._config.handoff, decode_worker, self._metrics, self._log)
-
     async def _start_grpc(self, filter_: Filter) -> grpc.aio.Server:
         limits = self._config.limits
         message_bytes = limits.max_body_bytes + _GRPC_SLACK_BYTES
@@ -150,6 +157,7 @@ class Server:
             ],
         )
         wire.register(server, filter_.handle)
+        self._fleet.endpoints.register(server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         address = Address.parse(self._config.listen)
         if address.path:
@@ -162,28 +170,19 @@ class Server:
         await server.start()
         return server
 
-    def _write_endpoints(self) -> None:
-        if self._config.envoy.eds_dir is None:
-            return
-        directory = Path(self._config.envoy.eds_dir)
-        for role, addresses in (
-            (Role.PREFILL, self._config.workers.prefill),
-            (Role.DECODE, self._config.workers.decode),
-        ):
-            xds.write_endpoints(directory, role.value, addresses)
-        self._log.info("endpoints_written", directory=str(directory))
-
-    def _expose_pool(self) -> None:
-        for endpoint in self._pool.endpoints:
-            labels = (endpoint.role.value, endpoint.address)
-            self._metrics.endpoint_live.labels(*labels).set_function(partial(getattr, endpoint, "live"))
-            self._metrics.endpoint_in_flight.labels(*labels).set_function(partial(getattr, endpoint, "in_flight"))
+    def _expose_routing(self, router: Router) -> None:
+        metrics, queue = self._metrics, router.queue
+        metrics.queue_requests.set_function(lambda: len(queue))
+        metrics.queue_bytes.set_function(lambda: queue.bytes)
+        metrics.queue_work_seconds.set_function(lambda: queue.queued_s)
+        metrics.prefix_blocks.set_function(lambda: router.index.blocks)
+        metrics.predicted_cached_tokens.set_function(lambda: router.predicted_tokens)
+        metrics.reported_cached_tokens.set_function(lambda: router.reported_tokens)
 
     def _status(self) -> tuple[bool, dict[str, object]]:
-        live = {role.value: [endpoint.address for endpoint in self._pool.live(role)] for role in Role}
-        return self._pool.ready() and not self._draining, {"draining": self._draining, "live": live}
+        return self._pool.ready() and not self._draining, {"draining": self._draining, **self._fleet.status()}
 
-    def _on_endpoint_change(self, _: Endpoint) -> None:
+    def _on_endpoint_change(self) -> None:
         task = asyncio.create_task(self._publish_health())
         self._pending.add(task)
         task.add_done_callback(self._pending.discard)

@@ -58,6 +58,8 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True):
     """KV blocks over all cache groups."""
     tokens: int | None = None
     """Prompt tokens in those blocks."""
+    cached_tokens: int | None = None
+    """Of those, what the prefill worker had in its cache."""
     releasable: bool = False
     """Whether a decode worker that turns the request down gives the blocks back."""
 

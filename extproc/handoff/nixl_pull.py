@@ -29,6 +29,7 @@ class Params(msgspec.Struct, frozen=True):
     remote_port: int
     tp_size: int
     remote_num_tokens: int | None = None
+    remote_prefill_cached_tokens: int | None = None
 
 
 _reply_decoder = msgspec.json.Decoder(_Reply)
@@ -78,6 +79,7 @@ class NixlPull:
             request_id=params.remote_request_id,
             blocks=blocks,
             tokens=params.remote_num_tokens,
+            cached_tokens=params.remote_prefill_cached_tokens,
             releasable=True,
         )
 

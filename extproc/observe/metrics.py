@@ -43,7 +43,8 @@ class Metrics:
         self.fallbacks = Counter(
             "baton_fallbacks",
             "Ways taken that were not the first choice: retry (another prefill worker), aggregate (no prefill), "
-            "stale (a handoff too old to use, prefilled again), decode (another decode worker than was picked)",
+            "stale (a handoff too old to use, prefilled again), decode (another decode worker than was picked), "
+            "panic (every worker of a role failed lately, and one was chosen all the same)",
             ["kind"],
             registry=registry,
         )
@@ -75,6 +76,52 @@ class Metrics:
             "Requests on the worker through this filter",
             ["role", "endpoint"],
             registry=registry,
+        )
+        self.decisions = Counter(
+            "baton_decisions",
+            "Decisions by what was chosen (disaggregate, aggregate), why, and the policy",
+            ["mode", "reason", "policy"],
+            registry=registry,
+        )
+        self.rejected = Counter(
+            "baton_rejected",
+            "Prompts turned away: queue_full, queue_wait, late, max_in_flight, deadline, no_endpoint",
+            ["reason"],
+            registry=registry,
+        )
+        self.queue_requests = Gauge("baton_queue_requests", "Prompts that wait for a prefill worker", registry=registry)
+        self.queue_bytes = Gauge("baton_queue_bytes", "Bodies of the prompts that wait", registry=registry)
+        self.queue_work_seconds = Gauge(
+            "baton_queue_work_seconds", "Prefill seconds that the prompts which wait will need", registry=registry
+        )
+        self.queue_wait_seconds = Histogram(
+            "baton_queue_wait_seconds", "Time in the queue of prompts that had to wait", buckets=_SECONDS, registry=registry
+        )
+        self.endpoint_tokens = Gauge(
+            "baton_endpoint_tokens",
+            "Tokens in flight on the worker through this filter: to prefill, or in its KV cache",
+            ["role", "endpoint"],
+            registry=registry,
+        )
+        self.prefix_blocks = Gauge("baton_prefix_index_blocks", "Blocks in the prefix index", registry=registry)
+        self.predicted_cached_tokens = Gauge(
+            "baton_predicted_cached_tokens", "Prompt tokens expected in prefill caches, since the start", registry=registry
+        )
+        self.reported_cached_tokens = Gauge(
+            "baton_reported_cached_tokens", "Prompt tokens that were there, of the same prompts", registry=registry
+        )
+        self.scrapes = Counter("baton_scrapes", "Looks at a worker's metrics, by outcome", ["outcome"], registry=registry)
+        self.discovery_reloads = Counter(
+            "baton_discovery_reloads", "Looks at a source of workers, by outcome", ["source", "outcome"], registry=registry
+        )
+        self.ignored_overrides = Counter(
+            "baton_ignored_overrides", "x-baton headers that no policy allows", ["name"], registry=registry
+        )
+        self.served_elsewhere = Counter(
+            "baton_served_elsewhere", "Answers of another worker than the one that was chosen", registry=registry
+        )
+        self.ledger_leaks = Counter(
+            "baton_ledger_leaks", "Counts of requests in flight that nobody gave back; a fault of Baton", registry=registry
         )
         self.draining = Gauge("baton_draining", "1 after SIGTERM", registry=registry)
 

@@ -39,14 +39,26 @@ class Prober:
         self._settings = settings
         self._log = log
         self._on_change = on_change
+        self._others = asyncio.Event()
 
     async def run(self) -> None:
         """Probe until cancelled."""
         timeout = aiohttp.ClientTimeout(total=self._settings.timeout_s)
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        watched: dict[Endpoint, asyncio.Task[None]] = {}
         async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session, asyncio.TaskGroup() as tasks:
-            for endpoint in self._pool.endpoints:
-                tasks.create_task(self._watch(session, endpoint))
+            while True:
+                present = set(self._pool.endpoints)
+                for endpoint in watched.keys() - present:
+                    watched.pop(endpoint).cancel()
+                for endpoint in present - watched.keys():
+                    watched[endpoint] = tasks.create_task(self._watch(session, endpoint))
+                self._others.clear()
+                await self._others.wait()
+
+    def sync(self) -> None:
+        """The pool has other endpoints than before."""
+        self._others.set()
 
     async def _watch(self, session: aiohttp.ClientSession, endpoint: Endpoint) -> None:
         good = bad = beat = 0
@@ -54,7 +66,9 @@ class Prober:
             fault = await self._probe(session, endpoint)
             good, bad = (good + 1, 0) if fault is None else (0, bad + 1)
             if fault is None and (endpoint.models is None or beat % _MODELS_EVERY == 0):
-                endpoint.models = await self._models(session, endpoint) or endpoint.models
+                models = await self._models(session, endpoint)
+                if models and models != endpoint.models:
+                    self._pool.set_models(endpoint, models)
             beat += 1
             if not endpoint.live and good >= self._settings.healthy_threshold:
                 self._set(endpoint, live=True, fault=None)
@@ -82,6 +96,7 @@ class Prober:
             return None
 
     def _set(self, endpoint: Endpoint, *, live: bool, fault: str | None) -> None:
-        endpoint.live = live
-        self._log.info("endpoint", role=endpoint.role.value, endpoint=endpoint.address, live=live, fault=fault)
+        self._pool.set_live(endpoint, live)
+        roles = "+".join(sorted(role.value for role in endpoint.roles))
+        self._log.info("endpoint", role=roles, endpoint=endpoint.address, live=live, fault=fault)
         self._on_change(endpoint)

@@ -6,6 +6,13 @@ from typing import Literal
 
 import msgspec
 
+_MAY_BE_ZERO = frozenset(
+    ("hold", "aged_share", "tenant_quantum_s", "handshake_s", "handoff_overhead_s", "decode_seq_s", "seed")
+)
+
+_SHARES = {"aged_share": 1.0, "kv_headroom": 1.0}
+"""Upper bounds of what is no more than a whole."""
+
 
 class Routing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How workers are chosen. What is learned from the workers replaces the first guesses given here."""
@@ -62,3 +69,14 @@ class Routing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """What a worker reported is not believed for longer."""
     seed: int = 0
     """Of the objective `random`."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError that begins with the field."""
+        for field in self.__struct_fields__:
+            value = getattr(self, field)
+            if isinstance(value, str):
+                continue
+            least = 0 if field in _MAY_BE_ZERO else 1e-9 if isinstance(value, float) else 1
+            most = _SHARES.get(field, 1e12)
+            if not least <= value <= most:
+                raise ValueError(f"{field}: {value:g} is not from {least:g} to {most:g}")

@@ -50,6 +50,7 @@ class Stack:
             "listen": f"unix:{self.directory}/extproc.sock",
             "admin": f"127.0.0.1:{filter_admin}",
             "prefill": {"via": f"unix:{self.directory}/prefill.sock", "timeout_s": 30.0},
+            "policies": [{"name": "default", "mode": "disaggregate", "objective": "round-robin", "dispatch": "immediate"}],
             "health": {"interval_s": 0.1, "unhealthy_threshold": 2},
             "drain": {"delay_s": 0.5, "timeout_s": 20.0},
             "envoy": {

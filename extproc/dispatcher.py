@@ -1,0 +1,224 @@
+"""The decision with a clock and an event loop: prompts wait here for their workers, and everybody reports here.
+
+The router (:mod:`extproc.routing.router`) decides; this wakes it when something happened or its time has come, and passes on
+what it says to those who wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Collection
+from typing import Any
+
+import msgspec
+
+from extproc.errors import ApiError
+from extproc.models import unknown_model_message
+from extproc.observe.logs import Logger
+from extproc.observe.metrics import Metrics
+from extproc.routing import snapshot
+from extproc.routing.job import Job
+from extproc.routing.load import Load
+from extproc.routing.picker import FullError, NoEndpointError
+from extproc.routing.pool import Endpoint, Role
+from extproc.routing.router import RejectedError, Router, State, Ticket
+
+_REMEMBERED = 200
+"""Decisions that `/debug/decisions` shows."""
+
+_CODES = {
+    "queue_full": "queue_full",
+    "queue_wait": "queue_timeout",
+    "late": "slo_unreachable",
+    "max_in_flight": "policy_limit",
+    "deadline": "prefill_timeout",
+}
+"""Reason of the router -> code of the error that the client reads."""
+
+_LEAK_SWEEP_S = 10.0
+
+
+class Dispatcher:
+    """One for all requests of a process."""
+
+    def __init__(
+        self,
+        router: Router,
+        *,
+        metrics: Metrics,
+        log: Logger,
+        longest_request_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``longest_request_s``: nothing can be in flight for longer, so what still counts then is a leak."""
+        self.router = router
+        self._metrics = metrics
+        self._log = log
+        self._clock = clock
+        self._longest_s = longest_request_s
+        self._waiting: dict[Ticket, asyncio.Future[None]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._decisions: deque[dict[str, Any]] = deque(maxlen=_REMEMBERED)
+        self._engines: dict[str, str] = {}
+        self._panics = 0
+
+    # -- a prompt ----------------------------------------------------------------------------------------------------------
+
+    def submit(self, job: Job) -> Ticket:
+        """A ticket that is placed, or waits. Whoever holds it calls :meth:`finish` in the end. Raises ApiError."""
+        try:
+            ticket = self.router.submit(job, self._clock())
+        except (RejectedError, NoEndpointError) as error:
+            self._count_rejected(error)
+            raise self.as_api_error(error) from None
+        if ticket.state is State.WAITING:
+            self._waiting[ticket] = asyncio.get_running_loop().create_future()
+            self.stir()
+        return ticket
+
+    def settled(self, ticket: Ticket) -> asyncio.Future[None] | None:
+        """Done when the ticket is no longer waiting; None if it is not."""
+        return self._waiting.get(ticket)
+
+    def note(self, ticket: Ticket, request_id: str) -> None:
+        """Keep the decision of a placed ticket for whoever asks why. Raises ApiError if it was turned away."""
+        if ticket.error is not None:
+            self._count_rejected(ticket.error)
+            raise self.as_api_error(ticket.error) from None
+        decision = ticket.decision
+        assert decision is not None
+        mode = "aggregate" if decision.prefill is None else "disaggregate"
+        self._metrics.decisions.labels(mode, decision.reason, decision.policy).inc()
+        if ticket.waiting is not None:
+            self._metrics.queue_wait_seconds.observe(decision.queued_s)
+        self._decisions.append({"time": time.time(), "request_id": request_id, "decision": decision})
+
+    def as_api_error(self, error: Exception) -> ApiError:
+        """What the client is told."""
+        if isinstance(error, RejectedError):
+            code = _CODES[error.reason]
+            return ApiError(code, str(error), retry_after_s=error.retry_after_s if code != "prefill_timeout" else None)
+        if isinstance(error, NoEndpointError):
+            if error.model is not None:
+                known = self.router.pool.models()
+                return ApiError("model_not_found", unknown_model_message(error.model, known), param="model")
+            return ApiError(f"no_{error.role.value}_worker", str(error))
+        assert isinstance(error, FullError)
+        return ApiError("no_decode_worker", "every decode worker runs all the sequences that it can")
+
+    def _count_rejected(self, error: Exception) -> None:
+        reason = error.reason if isinstance(error, RejectedError) else "no_endpoint"
+        self._metrics.rejected.labels(reason).inc()
+
+    # -- what became of it -------------------------------------------------------------------------------------------------
+
+    def prefilled(self, ticket: Ticket, *, tokens: int | None, cached_tokens: int | None, engine_id: str | None) -> None:
+        """The prefill worker replied."""
+        endpoint = ticket.prefill
+        if endpoint is not None and engine_id is not None and self._engines.get(endpoint.address) != engine_id:
+            if endpoint.address in self._engines:
+                self.restarted(endpoint)
+            self._engines[endpoint.address] = engine_id
+        self.router.prefill_done(ticket, self._clock(), tokens=tokens, cached_tokens=cached_tokens)
+        self.stir()
+
+    def prefill_failed(self, ticket: Ticket, *, blame: bool) -> None:
+        """There was no handoff."""
+        self.router.prefill_failed(ticket, self._clock(), blame=blame)
+        self.stir()
+
+    def prefill_again(self, ticket: Ticket, exclude: Collection[str]) -> Endpoint:
+        """Another prefill worker. Raises NoEndpointError."""
+        return self.router.prefill_again(ticket, self._clock(), exclude)
+
+    def decode_again(self, ticket: Ticket) -> Endpoint:
+        """Another decode worker. Raises ApiError."""
+        try:
+            return self.router.decode_again(ticket, self._clock())
+        except NoEndpointError as error:
+            raise self.as_api_error(error) from None
+
+    def answered(self, ticket: Ticket, *, ok: bool, pair_fault: bool = False) -> None:
+        """The decode worker's answer began, or failed."""
+        self.router.answered(ticket, self._clock(), ok=ok, pair_fault=pair_fault)
+
+    def finish(self, ticket: Ticket) -> None:
+        """The request is over. Idempotent."""
+        self._waiting.pop(ticket, None)
+        self.router.finish(ticket, self._clock())
+        self.stir()
+
+    # -- the workers -------------------------------------------------------------------------------------------------------
+
+    def on_load(self, address: str, load: Load) -> None:
+        """A worker reported."""
+        if load.restarted:
+            self._log.info("worker_restarted", endpoint=address)
+        self.router.on_load(address, load, self._clock())
+        self.stir()
+
+    def restarted(self, endpoint: Endpoint) -> None:
+        """The engine there is a new one."""
+        self._log.info("worker_restarted", endpoint=endpoint.address)
+        self.router.restarted(endpoint.address)
+
+    # -- time --------------------------------------------------------------------------------------------------------------
+
+    def stir(self) -> None:
+        """Something happened: place whom it lets go, and set the alarm for the next time."""
+        if not self._waiting:
+            return
+        now_s = self._clock()
+        for ticket in self.router.poll(now_s):
+            future = self._waiting.pop(ticket, None)
+            if future is not None and not future.done():
+                future.set_result(None)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        wake_s = self.router.next_wake_s()
+        if wake_s is not None and self._waiting:
+            delay_s = max(wake_s - self._clock(), 0.001)
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self.stir()
+
+    async def run(self) -> None:
+        """Guard the ledger against leaks, until cancelled."""
+        while True:
+            await asyncio.sleep(_LEAK_SWEEP_S)
+            now_s = self._clock()
+            leaked = self.router.pool.expire(now_s - self._longest_s, now_s)
+            if leaked:
+                self._metrics.ledger_leaks.inc(leaked)
+                self._log.error("ledger_leak", claims=leaked)
+            panics, self._panics = self.router.picker.panics - self._panics, self.router.picker.panics
+            if panics:
+                self._metrics.fallbacks.labels("panic").inc(panics)
+
+    # -- for people --------------------------------------------------------------------------------------------------------
+
+    def decisions(self) -> list[dict[str, Any]]:
+        """The last decisions, the newest first, ready for JSON."""
+        return [msgspec.to_builtins(each) for each in reversed(self._decisions)]
+
+    def snapshot(self) -> dict[str, Any]:
+        """What the decision knows, ready for JSON; `baton explain` reads it."""
+        return snapshot.take(self.router, self._clock())
+
+
+def live_decode_worker(router: Router) -> Callable[[Collection[str]], str | None]:
+    """Names live decode workers in turn, none of those that it is given; None if there is no other."""
+    turn = 0
+
+    def name(exclude: Collection[str]) -> str | None:
+        nonlocal turn
+        found = [each.address for each in router.pool.live(Role.DECODE) if each.address not in exclude]
+        turn += 1
+        return found[turn % len(found)] if found else None
+
+    return name

@@ -1,0 +1,161 @@
+"""The workers as the process sees them: who there is, who lives, how busy they are; and Envoy is told of the same ones.
+
+Discovery changes the pool, probes say who is live, scrapes say who is busy. A worker that is no longer wanted stays until what
+it has is finished; until then Envoy keeps it as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from extproc import xds
+from extproc.config import Config
+from extproc.discovery.choose import sources
+from extproc.discovery.merge import Discovery
+from extproc.dispatcher import Dispatcher
+from extproc.observe.load import LoadScraper, Scrape
+from extproc.observe.logs import Logger
+from extproc.observe.metrics import Metrics
+from extproc.observe.probe import Prober
+from extproc.routing.endpoint_spec import EndpointSet
+from extproc.routing.pool import Endpoint, Pool, Role
+from extproc.xds_server import EndpointServer
+
+_SWEEP_S = 0.5
+_FIRST_LOOK_S = 5.0
+"""How long the start waits for DNS and the like, before Envoy is told that there is nobody."""
+
+
+class Fleet:
+    """Keeps the pool true. ``run`` must be running; ``endpoints`` is registered on the gRPC server."""
+
+    def __init__(
+        self,
+        config: Config,
+        dispatcher: Dispatcher,
+        *,
+        metrics: Metrics,
+        log: Logger,
+        on_change: Callable[[], None],
+    ) -> None:
+        """``on_change`` is called when a worker comes, goes, or changes between live and not. Raises SourceError."""
+        self._config = config
+        self._dispatcher = dispatcher
+        self._router = dispatcher.router
+        self._metrics = metrics
+        self._log = log
+        self._on_change = on_change
+        self._scrapes: dict[str, Scrape] = {}
+        self._shown: set[tuple[str, str]] = set()
+        self._told: dict[str, list[str]] | None = None
+        self.endpoints = EndpointServer(log, on_nack=lambda: metrics.discovery_reloads.labels("envoy", "refused").inc())
+        self._prober = Prober(self.pool, config.health, log, self._on_probe)
+        self._discovery = Discovery(
+            sources(config.workers),
+            on_change=self._on_discovery,
+            on_outcome=lambda source, outcome: metrics.discovery_reloads.labels(source, outcome).inc(),
+            log=log,
+        )
+        self._scraper = LoadScraper(
+            lambda: [each.address for each in self.pool.endpoints if each.live],
+            self._on_scrape,
+            lambda _address, _reason: metrics.scrapes.labels("failed").inc(),
+            settings=config.scrape,
+        )
+        self._tell()
+
+    @property
+    def pool(self) -> Pool:
+        """All workers."""
+        return self._router.pool
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            for part in (self._discovery, self._prober, self._scraper):
+                tasks.create_task(part.run())
+            tasks.create_task(self._sweep())
+
+    async def first_look(self) -> None:
+        """Wait until every source of workers has been asked once."""
+        await self._discovery.first_look(_FIRST_LOOK_S)
+
+    def status(self) -> dict[str, Any]:
+        """For people."""
+        return {
+            "live": {role.value: [each.address for each in self.pool.live(role)] for role in Role},
+            "leaving": [each.address for each in self.pool.endpoints if each.leaving],
+            "discovery": self._discovery.status(),
+            "envoy": self.endpoints.status(),
+        }
+
+    # -- what changes ------------------------------------------------------------------------------------------------------
+
+    def _on_discovery(self, found: EndpointSet) -> None:
+        self.pool.replace(found)
+        self._router.sync()
+        self._changed()
+
+    def _on_probe(self, _: Endpoint) -> None:
+        self._dispatcher.stir()
+        self._on_change()
+
+    def _on_scrape(self, address: str, scrape: Scrape, _at_s: float) -> None:
+        self._metrics.scrapes.labels("ok").inc()
+        self._dispatcher.on_load(address, scrape.load(self._scrapes.get(address)))
+        self._scrapes[address] = scrape
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(_SWEEP_S)
+            gone = self._router.sweep()
+            if gone:
+                self._log.info("endpoints_gone", endpoints=gone)
+                for address in gone:
+                    self._scrapes.pop(address, None)
+                self._changed()
+
+    def _changed(self) -> None:
+        self._prober.sync()
+        self._expose()
+        self._tell()
+        self._dispatcher.stir()
+        self._on_change()
+
+    # -- who is told -------------------------------------------------------------------------------------------------------
+
+    def _tell(self) -> None:
+        """Envoy."""
+        clusters = {role.value: sorted(each.address for each in self.pool.endpoints if role in each.roles) for role in Role}
+        if clusters == self._told:
+            return
+        self._told = clusters
+        self.endpoints.publish(clusters)
+        directory = self._config.envoy.eds_dir
+        if directory is not None:
+            for cluster, addresses in clusters.items():
+                xds.write_endpoints(Path(directory), cluster, addresses)
+            self._log.info("endpoints_written", directory=directory, **{name: len(each) for name, each in clusters.items()})
+
+    def _expose(self) -> None:
+        """The gauges of every worker, and those of no other."""
+        present = {
+            (role.value, endpoint.address): (endpoint, role)
+            for endpoint in self.pool.endpoints
+            for role in sorted(endpoint.roles, key=lambda each: each.value)
+        }
+        gauges = (self._metrics.endpoint_live, self._metrics.endpoint_in_flight, self._metrics.endpoint_tokens)
+        for labels in self._shown - present.keys():
+            for gauge in gauges:
+                gauge.remove(*labels)
+        for labels in present.keys() - self._shown:
+            endpoint, role = present[labels]
+            leg = endpoint.leg(role)
+            self._metrics.endpoint_live.labels(*labels).set_function(partial(getattr, endpoint, "live"))
+            self._metrics.endpoint_in_flight.labels(*labels).set_function(partial(getattr, leg, "requests"))
+            self._metrics.endpoint_tokens.labels(*labels).set_function(partial(getattr, leg, "tokens"))
+        self._shown = set(present)
