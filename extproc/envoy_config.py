@@ -406,7 +406,12 @@ def _endpoints_source(name: str, settings: Envoy) -> core.ConfigSource:
 
 
 def _ads() -> bootstrap.BootstrapDynamicResources:
-    service = core.GrpcService(envoy_grpc=core.GrpcServiceEnvoyGrpc(cluster_name=EXTPROC_CLUSTER))
+    back_off = core.BackoffStrategy(base_interval=_seconds(0.2), max_interval=_seconds(2.0))
+    service = core.GrpcService(
+        envoy_grpc=core.GrpcServiceEnvoyGrpc(
+            cluster_name=EXTPROC_CLUSTER, retry_policy=core.RetryPolicy(retry_back_off=back_off)
+        )
+    )
     return bootstrap.BootstrapDynamicResources(
         ads_config=core.ApiConfigSource(
             api_type=core.ApiConfigSourceApiType.DELTA_GRPC,

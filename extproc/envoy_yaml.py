@@ -80,7 +80,19 @@ _COMMENTS: Mapping[str, str] = {
     ),
     "message_timeout": "The longest prefill, and some time to queue.",
     "grpc_service.retry_policy": "A filter that is being restarted costs a retry, not an error.",
-    "metadata_options": "The filter names the decode worker in the metadata that the load balancer reads.",
+    "metadata_options": (
+        "The filter names the decode worker in the metadata that the load balancer reads, and reads there which one it took."
+    ),
+    "response_attributes": "Which worker was connected to: with this pin, the load balancer does not say.",
+    "failure_mode_allow": (
+        "A request that the filter cannot be asked about goes on. The Lua filter behind it says how far "
+        "(`envoy.filter_down: round_robin`); `http.front.ext_proc.failure_mode_allowed` counts them."
+    ),
+    "filters.http.lua": (
+        "A request that the filter has chosen a worker for passes. Any other one, because the filter is away, goes on only if "
+        "it is a prompt whose body cannot hold KV-transfer keys, however they might be spelt; it is marked, and the next "
+        "route is for the marked ones."
+    ),
     "mutation_rules": "What the filter may change. Anything else is a bug and fails the request.",
     "listeners.prefill_loop": "The filter makes its prefill calls here, for Envoy's connection pools and statistics.",
     "prefill_loop.address.pipe.mode": "0660: the filter runs as the same user, or in the same group.",
@@ -89,12 +101,22 @@ _COMMENTS: Mapping[str, str] = {
         "A flood of clients must not stop the prefill calls of those that got in. Not `ignore_global_conn_limit`: with "
         "that, each connection closed here would make room for one client too many (Envoy 1.40)."
     ),
-    "clusters.decode": "Endpoints come from a file that Baton replaces by a rename; Envoy notices nothing else.",
+    "eds_config.path_config_source": (
+        "Endpoints come from a file that Baton replaces by a rename; Envoy notices nothing else."
+    ),
+    "eds_config.ads": "Endpoints come from the filter's gRPC server, by `dynamic_resources.ads_config`.",
+    "eds_config.initial_fetch_timeout": "Envoy starts without the filter, and says 503 until it is there.",
+    "envoy_grpc.retry_policy": "The default would ask only every 30 s for a filter that was away for a while.",
+    "ads_config": "Changes only, from the server that is also the ext_proc service. While it is away, Envoy keeps what it has.",
     "clusters.decode.load_balancing_policy": (
         "Exactly the worker that the filter named: KV blocks wait for that one, any other would be silently wrong. If "
-        "it is not in the file, or none was named, the fallback chooses, which is a subset policy with no subsets and "
+        "it is not known, or none was named, the fallback chooses, which is a subset policy with no subsets and "
         "with NO_FALLBACK (its default): nobody, and the answer is 503."
     ),
+    "clusters.decode.original_dst_lb_config": (
+        "Whatever address the filter named. Only the filter can write this metadata; without it the answer is 503."
+    ),
+    "clusters.any_decode": "The same workers in turn, for requests that no filter has seen.",
     "filters.http.header_to_metadata": (
         "The filter names the prefill worker in a header, which may choose here: nobody else reaches this listener. It "
         "becomes metadata, because a header that is removed on the route is gone before the load balancer reads it."

@@ -3,7 +3,8 @@
 A client's KV-transfer keys must never reach an engine: with them it could read blocks, pin them, or end the process. The
 filter takes them out; while it is away, nobody parses JSON. So the script refuses every body that *could* hold such a key: one
 that has its name anywhere, or an escaped letter, with which a name could be spelt in another way, or a NUL, without which no
-other encoding of JSON than UTF-8 can be written. What is left holds none, whoever parses it.
+other encoding of JSON than UTF-8 can be written. What is left holds none, whoever parses it. If the script itself fails, the
+request has no mark, and without one nobody serves it.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ function envoy_on_request(handle)
   end
   local body = handle:body(true)
   if may_hold_a_name(body:getBytes(0, body:length())) then return refuse(handle) end
-  headers:replace(%(open)s, "1")
+  -- Waiting for the body has ended the life of `headers`.
+  handle:headers():replace(%(open)s, "1")
   handle:clearRouteCache()
 end
 """

@@ -59,6 +59,9 @@ class Gateway:
         self.instead: wire.Immediate | None = None
         """The filter's own answer, to every request."""
         self.nacks = 0
+        self.hold = False
+        """Keep requests, once their bodies are here."""
+        self.holding = 0
         self._replace = replace
         self._published: Mapping[str, Sequence[str]] = {}
 
@@ -169,5 +172,8 @@ class Gateway:
                 case wire.ResponseHeaders():
                     self.answers.append(event)
                     await stream.send(wire.answer_reply(event, self.answer_headers))
+                case wire.RequestBody() if self.hold:
+                    self.holding += 1
+                    await asyncio.Event().wait()
                 case _:
                     await stream.send(wire.go_on(event))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -167,3 +168,122 @@ async def test_more_requests_than_the_circuit_breaker_lets_through_are_refused_a
         assert (status, "upstream_unavailable" in text) == (503, True)
         gate.set()
         assert (await first)[0] == 200
+
+
+# --- while no filter is there -------------------------------------------------------------------------------------------
+
+OPEN = {"filter_down": "round_robin"}
+PROMPT = b'{"model":"m","prompt":"Wie geht\'s \\u00e9 \\n","max_tokens":3}'
+
+
+async def post(
+    gateway: Gateway, body: bytes = PROMPT, path: str = "/v1/completions", kind: str = "application/json", **headers: str
+) -> tuple[int, str]:
+    sent = {"content-type": kind, **{name.replace("_", "-"): value for name, value in headers.items()}}
+    async with gateway.http.post(path, data=io.BytesIO(body), headers=sent) as response:
+        return response.status, await response.text()
+
+
+@pytest.fixture(scope="module")
+async def orphan() -> AsyncIterator[Gateway]:
+    """An Envoy that lets prompts through and whose filter went away."""
+    async with running(**FILE, **OPEN) as gateway:
+        await gateway.stop_filter()
+        yield gateway
+
+
+@pytest.fixture
+def alone(orphan: Gateway) -> Gateway:
+    for worker in orphan.workers:
+        worker.reset()
+    return orphan
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses?x=1", "/v1/messages"])
+async def test_prompts_go_to_decode_workers_in_turn(alone: Gateway, path: str) -> None:
+    for _ in range(4):
+        assert (await post(alone, path=path, kind="Application/JSON; charset=utf-8"))[0] == 200
+    assert [len(worker.received) for worker in alone.workers] == [2, 2]
+    received = alone.workers[0].last
+    assert (received.body, received.path) == (PROMPT, path)
+    assert "x-baton-filter-down" not in received.headers
+
+
+async def test_a_prompt_of_megabytes_goes_through_whole(alone: Gateway) -> None:
+    body = b'{"prompt":"' + b"word " * 1_000_000 + b'"}'
+    assert (await post(alone, body))[0] == 200
+    assert [worker.last.body == body for worker in alone.workers if worker.received] == [True]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"prompt":"a","kv_transfer_params":{"do_remote_prefill":true}}',
+        b'{"prompt":"a","ec_transfer_params":{}}',
+        b'{"prompt":"a","vllm_xargs":{}}',
+        b'{"prompt":"a","sampling_params":{"extra_args":{}}}',
+        b'{"prompt":"a","\\u006bv_transfer_params":{}}',
+        b'{"prompt":"a","kv\\u005Ftransfer_params":{}}',
+        b'{"prompt":"a","vllm_xarg\\u0073":{}}',
+        '{"prompt":"a","kv_transfer_params":{}}'.encode("utf-16"),
+        '{"prompt":"a","kv_transfer_params":{}}'.encode("utf-16-be"),
+        '{"prompt":"a","kv_transfer_params":{}}'.encode("utf-32-le"),
+        b'{"prompt":"' + b"word " * 500_000 + b'","kv_transfer_params":{}}',
+    ],
+)
+async def test_a_body_that_could_hold_transfer_keys_reaches_nobody(alone: Gateway, body: bytes) -> None:
+    status, text = await post(alone, body)
+    assert (status, "filter_unavailable" in text) == (503, True)
+    assert all(worker.received == [] for worker in alone.workers)
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "headers"),
+    [
+        ("/sleep", "application/json", {}),
+        ("/v1/load_lora_adapter", "application/json", {}),
+        ("/v1/embeddings", "application/json", {}),
+        ("/inference/v1/generate", "application/json", {}),
+        ("/v1/completions/", "application/json", {}),
+        ("/v1/completions", "multipart/form-data; boundary=x", {}),
+        ("/v1/completions", "application/vnd.api+json", {}),
+        ("/v1/completions", "application/json", {"content_encoding": "gzip"}),
+        ("/sleep", "application/json", {"x_baton_filter_down": "1"}),
+        ("/sleep", "application/json", {"x_gateway_destination_endpoint": "127.0.0.1:1"}),
+    ],
+)
+async def test_nothing_but_prompts_reaches_anybody(alone: Gateway, path: str, kind: str, headers: dict[str, str]) -> None:
+    assert (await post(alone, path=path, kind=kind, **headers))[0] == 503
+    assert all(worker.received == [] for worker in alone.workers)
+
+
+async def test_control_endpoints_stay_out_of_reach_with_any_method(alone: Gateway) -> None:
+    for path in ("/metrics", "/health", "/server_info"):
+        assert (await alone.get(path=path))[0] == 503
+    assert all(worker.received == [] for worker in alone.workers)
+
+
+@pytest.mark.parametrize("marked", [{}, {"x_baton_filter_down": "1"}], ids=["plain", "marked by the client"])
+async def test_with_the_filter_back_it_decides_again(marked: dict[str, str]) -> None:
+    async with running(known=1, **FILE, **OPEN) as gateway:
+        first, second = gateway.workers
+        assert (await post(gateway, x_test_to=first.address, **marked))[0] == 200
+        assert (await post(gateway, x_test_to=second.address, **marked))[0] == 503, "a pin is exact, also here"
+        assert await gateway.stat("http.front.ext_proc.failure_mode_allowed") == 0
+        # What the filter names a worker for may hold the keys: they are its own.
+        assert (await post(gateway, b'{"kv_transfer_params":{}}', x_test_to=first.address))[0] == 200
+        await gateway.stop_filter()
+        assert (await post(gateway))[0] == 200
+        assert await gateway.stat("http.front.ext_proc.failure_mode_allowed") == 1
+
+
+async def test_a_filter_that_dies_with_a_request_in_its_hands_loses_nothing() -> None:
+    async with running(known=1, **FILE, **OPEN) as gateway:
+        gateway.hold = True
+        request = asyncio.create_task(post(gateway))
+        async with asyncio.timeout(10):
+            while not gateway.holding:
+                await asyncio.sleep(0.01)
+        await gateway.stop_filter()
+        assert (await request)[0] == 200
+        assert gateway.workers[0].last.body == PROMPT

@@ -83,14 +83,18 @@ def ext_proc(config: Config = EXAMPLE) -> dict[str, Any]:
         change(listen="[::]:9002", prefill=Prefill(via="[::1]:8009"), envoy=Envoy(listen="[::]:8000", admin="[::1]:1")),
         change(listen="filter.example.org:9002"),
         change(envoy=Envoy(debug_headers=True), limits=Limits(max_body_bytes=1, max_streams=1)),
+        change(envoy=Envoy(eds="grpc")),
+        change(envoy=Envoy(pin="original_dst")),
+        change(envoy=Envoy(filter_down="round_robin")),
     ],
-    ids=["unix", "direct", "tcp", "ipv6", "name", "limits"],
+    ids=["unix", "direct", "tcp", "ipv6", "name", "limits", "grpc", "original_dst", "filter_down"],
 )
 def test_the_real_envoy_accepts_it(config: Config, tmp_path: Path) -> None:
     eds = tmp_path / "eds"
     for name in ("decode", "prefill"):
         write_endpoints(eds, name, ["127.0.0.1:8100", "[::1]:8100"])
-    config = change(config, envoy=msgspec.structs.replace(config.envoy, eds_dir=str(eds)))
+    if config.envoy.eds != "grpc":
+        config = change(config, envoy=msgspec.structs.replace(config.envoy, eds_dir=str(eds)))
     file = tmp_path / "envoy.yaml"
     file.write_text(render(config))
     command = [
@@ -120,7 +124,11 @@ def test_yaml_says_what_the_messages_say() -> None:
 
 def test_every_comment_finds_its_setting() -> None:
     left = dict(envoy_yaml._COMMENTS)
-    list(envoy_yaml._emit(build(EXAMPLE).to_dict(casing=betterproto2.Casing.SNAKE), 0, "", left))
+    for settings in (EXAMPLE.envoy, Envoy(), Envoy(pin="original_dst"), Envoy(filter_down="round_robin")):
+        made = build(change(envoy=settings)).to_dict(casing=betterproto2.Casing.SNAKE)
+        unused = dict(envoy_yaml._COMMENTS)
+        list(envoy_yaml._emit(made, 0, "", unused))
+        left = {path: text for path, text in left.items() if path in unused}
     assert left == {}
 
 
@@ -254,13 +262,17 @@ def test_request_never_bypasses_the_filter() -> None:
         ("x-request-id", True),
         ("content-type", True),
         (PREFILLER_HEADER, True),
+        ("retry-after", True),
+        ("x-baton-decision", True),
         ("x-data-parallel-rank", False),
         ("content-encoding", False),
         (":path", False),
         ("host", False),
         ("authorization", False),
         ("x-forwarded-for", False),
-        ("x-kv-transfer-x", False),
+        ("x-kv", False),
+        ("retry-after-x", False),
+        ("xx-request-id", False),
     ],
 )
 def test_filter_changes_only_its_own_headers(header: str, allowed: bool) -> None:
@@ -310,7 +322,10 @@ def test_request_goes_to_the_named_worker_or_nowhere(name: str) -> None:
 
 
 def test_only_the_filter_can_name_the_decode_worker() -> None:
-    assert ext_proc()["metadata_options"] == {"receiving_namespaces": {"untyped": ["envoy.lb"]}}
+    assert ext_proc()["metadata_options"] == {
+        "receiving_namespaces": {"untyped": ["envoy.lb"]},
+        "forwarding_namespaces": {"untyped": ["envoy.lb"]},
+    }
     assert [item["name"] for item in manager("front")["http_filters"]] == [
         "envoy.filters.http.ext_proc",
         "envoy.filters.http.router",
@@ -338,6 +353,58 @@ def test_endpoints_are_read_from_the_files_that_are_written(tmp_path: Path) -> N
         source = cluster(name, config)["eds_cluster_config"]["eds_config"]["path_config_source"]
         assert Path(source["path"]).exists()
         assert source["watched_directory"]["path"] == str(tmp_path)
+
+
+@pytest.mark.parametrize("settings", [Envoy(), Envoy(eds="grpc", eds_dir="/run/eds")], ids=["no folder", "asked for"])
+def test_endpoints_are_asked_of_the_filter_which_may_be_away_at_start(settings: Envoy) -> None:
+    config = change(envoy=settings)
+    ads = tree(config)["dynamic_resources"]["ads_config"]
+    [service] = ads["grpc_services"]
+    assert service["envoy_grpc"]["cluster_name"] == "extproc"
+    assert service["envoy_grpc"]["retry_policy"]["retry_back_off"]["max_interval"] == "2s"
+    for name in ("decode", "prefill"):
+        source = cluster(name, config)["eds_cluster_config"]["eds_config"]
+        assert (source["ads"], source["initial_fetch_timeout"]) == ({}, "2s")
+
+
+def test_endpoint_files_need_no_stream() -> None:
+    assert "dynamic_resources" not in tree()
+    assert "dynamic_resources" not in tree(change(envoy=Envoy(pin="original_dst")))
+
+
+def test_worker_that_envoy_does_not_know_is_reached_only_by_what_the_filter_wrote() -> None:
+    for name in ("decode", "prefill"):
+        pinned = cluster(name, change(envoy=Envoy(pin="original_dst")))
+        assert (pinned["type"], pinned["lb_policy"]) == ("ORIGINAL_DST", "CLUSTER_PROVIDED")
+        assert pinned["original_dst_lb_config"] == {"metadata_key": {"key": "envoy.lb", "path": [{"key": DESTINATION_HEADER}]}}
+        assert "load_balancing_policy" not in pinned
+
+
+def test_circuit_breakers_of_the_workers_are_settings_and_that_of_the_filter_is_not() -> None:
+    config = change(envoy=Envoy(max_connections=1, max_pending=2, max_requests=3))
+    for name in ("decode", "prefill"):
+        [threshold] = cluster(name, config)["circuit_breakers"]["thresholds"]
+        assert (threshold["max_connections"], threshold["max_pending_requests"], threshold["max_requests"]) == (1, 2, 3)
+    [threshold] = cluster("extproc", config)["circuit_breakers"]["thresholds"]
+    assert set(threshold.values()) == {100_000}
+
+
+def test_without_the_filter_only_marked_requests_go_on_and_no_client_can_mark_one() -> None:
+    config = change(envoy=Envoy(filter_down="round_robin"))
+    front = manager("front", config)
+    assert [item["name"] for item in front["http_filters"]] == [
+        "envoy.filters.http.ext_proc",
+        "envoy.filters.http.lua",
+        "envoy.filters.http.router",
+    ]
+    assert ext_proc(config)["failure_mode_allow"] is True
+    [strip] = front["early_header_mutation_extensions"]
+    assert {"remove": "x-baton-filter-down"} in strip["typed_config"]["mutations"]
+    marked, pinned = front["route_config"]["virtual_hosts"][0]["routes"]
+    assert marked["match"]["headers"] == [{"name": "x-baton-filter-down", "string_match": {"exact": "1"}}]
+    assert (marked["route"]["cluster"], pinned["route"]["cluster"]) == ("any_decode", "decode")
+    assert marked["request_body_buffer_limit"] == pinned["request_body_buffer_limit"]
+    assert cluster("any_decode", config)["eds_cluster_config"]["service_name"] == "decode"
 
 
 def test_direct_prefill_needs_no_listener_and_no_cluster() -> None:
