@@ -17,6 +17,7 @@ from workers.sim.blocks import BlockPool, CacheEvent, Kv
 from workers.sim.core import Core, CoreConfig, Effect, Identity, Plan, Pull
 from workers.sim.handoff import Handoffs
 from workers.sim.histogram import Histogram
+from workers.sim.pacing import Pacer
 from workers.sim.request import Sequence, Status
 from workers.sim.side_channel import ChannelClient, ChannelError, ChannelServer
 from workers.sim.text import Step
@@ -217,14 +218,20 @@ class Engine:
             await asyncio.sleep(seconds * self._slow_factor() / self.config.speed)
 
     async def _steps(self) -> None:
+        pacer = Pacer()
+        try:
+            await self._step_after_step(pacer)
+        finally:
+            pacer.close()
+
+    async def _step_after_step(self, pacer: Pacer) -> None:
         profile, core = self.config.profile, self.core
-        loop = asyncio.get_running_loop()
-        due_s = loop.time()
+        due_s = time.monotonic()
         while True:
             while not core.has_work():
                 self._work.clear()
                 await self._work.wait()
-                due_s = max(due_s, loop.time())
+                due_s = max(due_s, time.monotonic())
             plan = core.plan(time.monotonic())
             self._effects()
             if not plan.work:
@@ -240,8 +247,8 @@ class Engine:
                     decode_context_tokens=plan.decode_context_tokens,
                 )
                 # From when the last step was due, so that the timer's coarseness does not add up.
-                due_s = max(due_s, loop.time() - 0.05) + step_s * self._slow_factor() / self.config.speed
-                await asyncio.sleep(max(0.0, due_s - loop.time()))
+                due_s = max(due_s, time.monotonic() - 0.05) + step_s * self._slow_factor() / self.config.speed
+                await pacer.until(due_s)
             else:
                 await asyncio.sleep(0)
             core.commit(plan, time.monotonic())

@@ -7,6 +7,8 @@ of English make a token (four with the vocabularies of real models). No I/O here
 from __future__ import annotations
 
 import re
+import sys
+from array import array
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
@@ -28,6 +30,25 @@ VOCAB_SIZE = _FOUR + (1 << 28)
 
 _OFFSETS = (0, _ONE, _TWO, _THREE, _FOUR)
 _PIECE = re.compile(rb"[ A-Za-z0-9][a-z0-9]{0,3}|[\x00-\xff]", re.DOTALL)
+_WHOLE_PIECE = re.compile(rb"[ A-Za-z0-9][a-z0-9]{3}")
+
+
+class _Windows(dict[int, int]):
+    """Four bytes, as the machine reads them as an integer, to the token id. KeyError where they are not one piece."""
+
+    _MAX_ENTRIES = 1 << 17
+
+    def __missing__(self, window: int) -> int:
+        piece = window.to_bytes(4, sys.byteorder)
+        if not _WHOLE_PIECE.fullmatch(piece):
+            raise KeyError(window)
+        found = piece_id(piece)
+        if len(self) < self._MAX_ENTRIES:
+            self[window] = found
+        return found
+
+
+_windows = _Windows()
 
 
 @lru_cache(maxsize=1 << 16)
@@ -53,7 +74,15 @@ def piece_bytes(token_id: int) -> bytes:
 
 def encode(text: str) -> list[int]:
     """Text to token ids, no special tokens added."""
-    return [piece_id(piece) for piece in _PIECE.findall(text.encode("utf-8", "surrogatepass"))]
+    data = text.encode("utf-8", "surrogatepass")
+    whole = len(data) & ~3
+    try:
+        # Where every four bytes from the start are one piece, cutting is not needed: that is many times faster, and benchmarks
+        # whose prompts are of such pieces would otherwise measure this function.
+        ids = list(map(_windows.__getitem__, array("I", data[:whole])))
+    except KeyError:
+        return [piece_id(piece) for piece in _PIECE.findall(data)]
+    return ids + [piece_id(piece) for piece in _PIECE.findall(data, whole)] if whole < len(data) else ids
 
 
 def decode(token_ids: Iterable[int], *, show_special: bool = False) -> str:
