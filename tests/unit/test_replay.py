@@ -1,14 +1,18 @@
 """Traces replayed on a virtual clock: what comes out is what the queues make of it."""
 
+import json
 import math
 import random
 from dataclasses import replace
 
 import pytest
+from typer.testing import CliRunner
 
+from extproc import cli
 from extproc.replay import Placed, Refused, Setup, capacity, chain_of_ids, replay
+from extproc.replay_command import POLICIES, ReplayOptions, as_json, run_replay
 from extproc.replay_peers import CacheAware, Turns
-from extproc.routing.job import Aims
+from extproc.routing.job import Aims, Mode
 from workers import goodput, traces
 from workers.goodput import Status
 from workers.traces import Request
@@ -115,3 +119,80 @@ def test_chains_agree_as_far_as_the_ids():
     assert one.hashes[2] != other.hashes[2]
     assert chain_of_ids((2, 1), 1024).hashes[1] != one.hashes[1]
     assert len(chain_of_ids((1, 2, 3), 1535).hashes) == 2  # the last block is not full
+
+
+@pytest.fixture
+def trace_file(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    path.write_text(
+        "\n".join(
+            json.dumps(
+                {
+                    "timestamp": request.at_s * 1000,
+                    "input_length": request.input_tokens,
+                    "output_length": request.output_tokens,
+                    "hash_ids": request.hash_ids,
+                }
+            )
+            for request in conversations(300)
+        )
+    )
+    return path
+
+
+def test_the_router_holds_the_queue_better_than_turns(trace_file):
+    """The filter's own routing code, with the queue: more requests in time than by turns, none lost, none waiting too long."""
+    found = run_replay(ReplayOptions(trace=trace_file, policies=("baton", "round-robin"), load=1.1))
+    ours, turns = (line.summary for line in found.lines)
+    assert ours.requests == turns.requests == 300
+    assert (ours.refused, ours.failed) == (0, 0)
+    assert ours.goodput > 1.5 * turns.goodput
+    assert ours.longest_wait_s <= 60.5
+    assert ours.hit_ratio > turns.hit_ratio
+
+
+def test_the_same_replay_gives_the_same_numbers(trace_file):
+    def numbers():
+        found = run_replay(ReplayOptions(trace=trace_file, policies=POLICIES, requests=80))
+        return [(line.policy, line.summary, line.whole) for line in found.lines]
+
+    assert numbers() == numbers()
+
+
+def test_what_waits_too_long_is_refused_and_counted(trace_file):
+    aims = Aims(mode=Mode.DISAGGREGATE, ttft_slo_s=2.5, max_wait_s=0.5)
+    found = run_replay(ReplayOptions(trace=trace_file, policies=("baton",), load=1.5, aims=aims))
+    assert found.lines[0].summary.refused > 0
+    assert found.lines[0].summary.longest_wait_s < 0.75
+
+
+def test_the_command_prints_a_table_or_json_and_says_what_is_wrong(trace_file, tmp_path):
+    def baton(*arguments):
+        return CliRunner().invoke(cli.app, ["replay", *map(str, arguments)])
+
+    shown = baton("--trace", trace_file, "--requests", 100, "--policy", "baton", "--policy", "random")
+    assert shown.exit_code == 0
+    assert "goodput" in shown.stdout
+    assert "100 requests at" in shown.stdout
+
+    told = baton("--trace", trace_file, "--requests", 100, "--policy", "round-robin", "--rate", 2.0, "--json")
+    found = json.loads(told.stdout)
+    assert found["rate_per_s"] == 2.0
+    assert [line["policy"] for line in found["lines"]] == ["round-robin"]
+
+    for wrong, says in (
+        (("--trace", tmp_path / "none"), "No such file"),
+        (("--trace", trace_file, "--policy", "best"), "no policy best; there are baton,"),
+        (("--trace", trace_file, "--objective", "fast"), "objective: balanced,"),
+        (("--trace", trace_file, "--dispatch", "later"), "dispatch: queue or immediate"),
+        (("--trace", trace_file, "--rate", 0), "rate: more than 0"),
+    ):
+        refused = baton(*wrong)
+        assert refused.exit_code == 1, wrong
+        assert says in refused.output.replace("\n", ""), wrong
+
+
+def test_a_refusal_of_one_policy_is_json_without_nan(trace_file):
+    aims = Aims(mode=Mode.AGGREGATE, ttft_slo_s=2.5, max_in_flight=0)
+    found = run_replay(ReplayOptions(trace=trace_file, policies=("baton",), requests=20, aims=aims))
+    assert json.loads(as_json(found))["lines"][0]["summary"]["ttft_p50_s"] is None
