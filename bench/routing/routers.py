@@ -1,0 +1,144 @@
+"""What stands between the clients and the engines: Envoy with the filter, or a peer in their place. Processes, all of them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import msgspec
+
+from bench.routing.engines import Engines
+from bench.routing.policies import Contestant, sections
+from extproc.config import Config
+from extproc.stack import await_endpoints, envoy_command, filter_command, find_envoy, stack_config, write_configs
+from workers.process import Child, stop_all
+from workers.ready import free_ports, wait_ready
+
+_HOST = "127.0.0.1"
+_START_TIMEOUT_S = 60.0
+_PATIENCE_S = 1800
+
+
+class MissingPeerError(RuntimeError):
+    """A peer is not installed; the message says how to install it."""
+
+
+class Router:
+    """A running router: where it listens, and its processes. Context manager; stopped on the way out."""
+
+    def __init__(self, contestant: Contestant, engines: Engines, directory: Path, peers: Path) -> None:
+        self.contestant = contestant
+        self._engines = engines
+        self._directory = directory
+        self._peers = peers
+        self.port, self._admin, self._envoy_admin = free_ports(3)
+        self.children: list[Child] = []
+
+    @property
+    def metrics_url(self) -> str | None:
+        """Of the filter; None for a peer."""
+        return f"http://{_HOST}:{self._admin}/metrics" if self.contestant.kind == "baton" else None
+
+    def __enter__(self) -> Router:
+        start: Callable[[], None] = {
+            "baton": self._start_baton,
+            "vllm-router": self._start_vllm_router,
+            "smg": self._start_smg,
+        }[self.contestant.kind]
+        with ExitStack() as parts:
+            parts.callback(self._stop)
+            start()
+            parts.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
+        stop_all(self.children)
+
+    def _child(self, name: str, argv: Sequence[str]) -> Child:
+        child = Child(name, argv, log=self._directory / f"{name}-{self.contestant.name}.log", grace_s=3.0)
+        self.children.append(child)
+        return child
+
+    def _start_baton(self) -> None:
+        config = self._config()
+        config_file, envoy_file = write_configs(config, self._directory)
+        filter_ = self._child("filter", filter_command(config_file))
+        await_endpoints(config, filter_)
+        envoy = self._child("envoy", envoy_command(find_envoy(), envoy_file))
+        wait_ready(filter_, f"http://{_HOST}:{self._admin}/healthz", _START_TIMEOUT_S)
+        wait_ready(envoy, f"http://{_HOST}:{self._envoy_admin}/ready", _START_TIMEOUT_S)
+
+    def _config(self) -> Config:
+        engines = self._engines
+        base = stack_config(
+            self._directory,
+            prefill=engines.prefill,
+            decode=engines.decode,
+            listen=f"{_HOST}:{self.port}",
+            admin=f"{_HOST}:{self._admin}",
+            envoy_admin=f"{_HOST}:{self._envoy_admin}",
+            lease_s=120.0,
+        )
+        options = engines.options
+        chosen = sections(
+            self.contestant, block_tokens=options.block_tokens, cache_tokens=options.cache_tokens, speed=options.speed
+        )
+        tree = msgspec.to_builtins(base) | chosen
+        # An overloaded round robin makes its clients wait for minutes, and that is to be seen, not cut off.
+        tree["prefill"] |= {"timeout_s": _PATIENCE_S, "tokenise_once": False}
+        tree["envoy"]["idle_timeout_s"] = 2 * _PATIENCE_S
+        tree["log_level"] = "warning"
+        return msgspec.convert(tree, Config)
+
+    def _peer(self, name: str) -> str:
+        binary = self._peers / "bin" / name
+        if not binary.is_file():
+            raise MissingPeerError(f"{binary} is not there: install the peers with `make bench-peers`")
+        return str(binary)
+
+    def _start_vllm_router(self) -> None:
+        argv = [
+            *(self._peer("vllm-router"), "--host", _HOST, "--port", str(self.port)),
+            *("--vllm-pd-disaggregation", "--kv-connector", "nixl"),
+            *(part for address in self._engines.prefill for part in ("--prefill", f"http://{address}")),
+            *(part for address in self._engines.decode for part in ("--decode", f"http://{address}")),
+            *("--policy", "cache_aware", "--decode-policy", "power_of_two"),
+            *("--prometheus-host", _HOST, "--prometheus-port", str(self._admin)),
+            *("--queue-size", "100000", "--queue-timeout-secs", str(_PATIENCE_S)),
+            *("--request-timeout-secs", str(_PATIENCE_S), "--worker-startup-check-interval", "1", "--log-level", "error"),
+            *self.contestant.options,
+        ]
+        wait_ready(self._child("router", argv), f"http://{_HOST}:{self.port}/health", _START_TIMEOUT_S)
+
+    def _start_smg(self) -> None:
+        # Only a list of workers in a file says which KV connector they have; named on the command line they would get none, and
+        # every decode worker would compute the whole prompt again.
+        workers = self._directory / "smg-workers.json"
+        listed = [
+            {"id": address, "url": f"http://{address}", "worker_type": role, "kv_connector": "NixlConnector", "kv_role": "kv_both"}
+            for role, addresses in (("prefill", self._engines.prefill), ("decode", self._engines.decode))
+            for address in addresses
+        ]
+        workers.write_bytes(msgspec.json.encode({"version": 1, "workers": listed}))
+        argv = [
+            *(self._peer("smg"), "launch", "--host", _HOST, "--port", str(self.port)),
+            *("--pd-disaggregation", "--backend", "vllm", "--disable-tokenizer-autoload"),
+            *("--discovery-provider", "file", "--discovery-file", str(workers)),
+            *("--policy", "cache_aware", "--decode-policy", "power_of_two"),
+            *("--prometheus-host", _HOST, "--prometheus-port", str(self._admin)),
+            *("--load-monitor-interval", str(max(1, round(10 / self._engines.options.speed)))),
+            *("--max-concurrent-requests", "0", "--request-timeout-secs", str(_PATIENCE_S), "--sse-keepalive-secs", "0"),
+            *("--log-level", "error", *self.contestant.options),
+        ]
+        wait_ready(self._child("router", argv), f"http://{_HOST}:{self.port}/readiness", _START_TIMEOUT_S)
+
+
+def default_peers() -> Path:
+    """Where `make bench-peers` installs them: beside this file's package, in a virtual environment of their own."""
+    return Path(os.environ.get("BENCH_PEERS", Path(sys.modules[__name__].__file__ or "").parents[1] / ".venv"))

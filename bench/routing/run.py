@@ -1,0 +1,188 @@
+"""One run: one router, one load, the engines emptied before; and its numbers."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import aiohttp
+
+from bench.routing.client import Planned, Report, replay
+from bench.routing.engines import MODEL, Counters, Engines, prefill_spread
+from bench.routing.policies import Contestant
+from bench.routing.prompts import http_request
+from bench.routing.routers import Router
+from bench.routing.usage import Lateness, cpu_s
+from workers.goodput import Outcome, Summary, percentile, summary
+from workers.traces import Request
+
+_TIMEOUT_S = 1200.0
+_WAITS = re.compile(r'^baton_queue_wait_seconds_bucket\{(?:.*,)?le="([^"]+)".*\} (\S+)$', re.MULTILINE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """What one run showed. Times are simulated seconds where the name does not say otherwise."""
+
+    trace: str
+    contestant: str
+    load: float
+    """Share of the capacity under round robin."""
+    rate_per_s: float
+    summary: Summary
+    by_tenant: dict[str, Summary] = field(default_factory=dict)
+    hit_ratio: float
+    """Prompt tokens that the prefill workers had in their caches, of all that they were given."""
+    spread: float
+    """Prompt tokens computed by the busiest prefill worker over the mean."""
+    pulled_tokens: int
+    """KV that decode workers got from prefill workers."""
+    decode_computed_tokens: int
+    """Prompt tokens that decode workers computed themselves: prompts that were not handed over, or whose KV got lost."""
+    longest_ttft_s: float
+    longest_wait_bound_s: float | None
+    """Upper bound of the longest wait in Baton's queue, from its histogram; None: there was none, or a peer ran."""
+    preemptions: int
+    violations: dict[str, int]
+    errors: list[str]
+    real_s: float
+    cores: dict[str, float]
+    """Cores kept busy, by part."""
+    late_ms: dict[str, float]
+    """99th percentile of how late the load was sent, our loop was, the engines answered; real milliseconds."""
+
+
+def plan(requests: Sequence[Request], *, tenant: str = "") -> list[Planned]:
+    """What the load generator sends for the requests of a trace."""
+    headers = {"x-tenant": tenant} if tenant else {}
+    return [
+        Planned(
+            at_s=request.at_s,
+            payload=partial(http_request, request, model=MODEL, host="bench", headers=headers),
+            input_tokens=request.input_tokens,
+            output_tokens=request.output_tokens,
+            tenant=tenant,
+        )
+        for request in requests
+    ]
+
+
+async def run(
+    planned: Sequence[Planned],
+    contestant: Contestant,
+    engines: Engines,
+    *,
+    trace: str,
+    load: float,
+    directory: Path,
+    peers: Path,
+    progress: Callable[[int, int, int], None],
+) -> RunResult:
+    """Start the router, send everything, look at the engines. Raises EngineError, PartError, MissingPeerError, OSError."""
+    speed = engines.options.speed
+    async with aiohttp.ClientSession() as http:
+        await engines.empty(http)
+        before = await engines.counters(http)
+        router = await asyncio.to_thread(Router(contestant, engines, directory, peers).__enter__)
+        try:
+            began_s, own_cpu_s = time.perf_counter(), time.process_time()
+            cpu = [cpu_s(engines.children), cpu_s(router.children)]
+            async with Lateness(http, engines.addresses) as late:
+                report = await replay(planned, "127.0.0.1", router.port, speed=speed, timeout_s=_TIMEOUT_S, progress=progress)
+            real_s = time.perf_counter() - began_s
+            used_s = {
+                "engines": cpu_s(engines.children) - cpu[0],
+                "router": cpu_s(router.children) - cpu[1],
+                "load": time.process_time() - own_cpu_s,
+            }
+            wait_s = await _longest_wait_s(http, router.metrics_url)
+        finally:
+            await asyncio.to_thread(router.__exit__)
+        counters = [after - earlier for after, earlier in zip(await engines.counters(http), before, strict=True)]
+        violations = await engines.violations(http)
+    return _result(
+        report,
+        counters,
+        engines.options.prefill,
+        trace=trace,
+        contestant=contestant.name,
+        load=load,
+        violations=violations,
+        real_s=real_s,
+        cores={name: seconds / real_s for name, seconds in used_s.items()},
+        late_ms={
+            "sent": report.late_p99_s / speed * 1e3,
+            "loop": percentile(late.loop_s, 0.99) * 1e3,
+            "engines": percentile(late.engine_s, 0.99) * 1e3,
+        },
+        longest_wait_bound_s=None if wait_s is None else wait_s * speed,
+    )
+
+
+def _result(
+    report: Report,
+    counters: Sequence[Counters],
+    prefill: int,
+    *,
+    trace: str,
+    contestant: str,
+    load: float,
+    violations: dict[str, int],
+    real_s: float,
+    cores: dict[str, float],
+    late_ms: dict[str, float],
+    longest_wait_bound_s: float | None,
+) -> RunResult:
+    outcomes = report.outcomes
+    prompts = counters[:prefill]
+    computed = sum(each.computed_tokens for each in prompts)
+    cached = sum(each.cached_tokens for each in prompts)
+    arrivals_s = [outcome.arrived_s for outcome in outcomes]
+    span_s = max(arrivals_s, default=0.0) - min(arrivals_s, default=0.0)
+    tenants = sorted({outcome.tenant for outcome in outcomes if outcome.tenant})
+    return RunResult(
+        trace=trace,
+        contestant=contestant,
+        load=load,
+        rate_per_s=len(outcomes) / span_s if span_s else float("nan"),
+        summary=summary(outcomes),
+        by_tenant={tenant: summary(_of(outcomes, tenant)) for tenant in tenants},
+        hit_ratio=cached / (cached + computed) if cached + computed else float("nan"),
+        spread=prefill_spread([each.computed_tokens for each in prompts]),
+        pulled_tokens=sum(each.pulled_tokens for each in counters[prefill:]),
+        decode_computed_tokens=sum(each.computed_tokens for each in counters[prefill:]),
+        longest_ttft_s=max((o.ttft_s for o in outcomes if o.ttft_s is not None), default=float("nan")),
+        longest_wait_bound_s=longest_wait_bound_s,
+        preemptions=sum(each.preemptions for each in counters),
+        violations=violations,
+        errors=report.errors,
+        real_s=real_s,
+        cores=cores,
+        late_ms=late_ms,
+    )
+
+
+def _of(outcomes: Sequence[Outcome], tenant: str) -> list[Outcome]:
+    return [outcome for outcome in outcomes if outcome.tenant == tenant]
+
+
+async def _longest_wait_s(http: aiohttp.ClientSession, url: str | None) -> float | None:
+    """The lowest bucket's bound that all waits are within, real seconds; None: nobody waited, or there is no queue of ours."""
+    if url is None:
+        return None
+    async with http.get(url) as response:
+        return wait_bound_s(await response.text())
+
+
+def wait_bound_s(text: str) -> float | None:
+    """From the filter's metrics: the lowest bound of the histogram that holds all waits, over all label sets; None: no wait."""
+    buckets: dict[float, float] = {}
+    for bound, count in _WAITS.findall(text):
+        buckets[float(bound)] = buckets.get(float(bound), 0.0) + float(count)
+    total = max(buckets.values(), default=0.0)
+    return min((bound for bound, count in buckets.items() if count == total), default=None) if total else None
