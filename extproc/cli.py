@@ -171,6 +171,14 @@ def replay(
     policy: Annotated[
         list[str] | None, typer.Option(help="Of these only: baton, round-robin, cache-aware, least-load, prefix, random.")
     ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--config",
+            "-c",
+            help="Policies and routing of baton, in place of --objective, --mode, --late, --dispatch, --max-wait.",
+        ),
+    ] = None,
     objective: Annotated[str, typer.Option(help="Of the policy baton.")] = "balanced",
     mode: Annotated[str, typer.Option(help="Of the policy baton: auto, disaggregate or aggregate.")] = "auto",
     late: Annotated[str, typer.Option(help="Of the policy baton, for the late ones: wait, reject or aggregate.")] = "wait",
@@ -186,23 +194,25 @@ def replay(
     from extproc.replay import Setup
     from extproc.routing.settings import Routing
 
+    settings = None if config is None else _load(config)
     try:
+        chosen = command.aims_of(
+            objective=objective,
+            mode=mode,
+            late=late,
+            dispatch=dispatch,
+            ttft_slo_s=ttft_slo,
+            itl_slo_s=itl_slo,
+            max_wait_s=max_wait,
+        )
         options = command.ReplayOptions(
             trace=trace,
             requests=requests,
             rate_per_s=rate,
             load=load,
             setup=Setup(prefill=prefill, decode=decode),
-            aims=command.aims_of(
-                objective=objective,
-                mode=mode,
-                late=late,
-                dispatch=dispatch,
-                ttft_slo_s=ttft_slo,
-                itl_slo_s=itl_slo,
-                max_wait_s=max_wait,
-            ),
-            routing=Routing(queue_wait_s=max_wait, seed=seed),
+            aims=(lambda _: chosen) if settings is None else command.aims_of_config(settings),
+            routing=Routing(queue_wait_s=max_wait, seed=seed) if settings is None else settings.routing,
             policies=policy or command.POLICIES,
             ttft_slo_s=ttft_slo,
             itl_slo_s=itl_slo,

@@ -145,14 +145,14 @@ def replay(
     requests: Sequence[Request],
     dispatcher: Dispatcher,
     setup: Setup,
-    aims: Aims,
+    aims: Callable[[Request], Aims],
     *,
     tenant: Callable[[int], str] = lambda _: "",
 ) -> Replayed:
     """Send the requests at their times and follow each to its end.
 
-    ``tenant`` says whose the n-th request is. Raises RuntimeError if the dispatcher never decides about a request, and
-    ValueError for one that no worker could ever hold.
+    ``aims`` is the policy of a request, ``tenant`` says whose the n-th one is. Raises RuntimeError if the dispatcher never decides
+    about a request, and ValueError for one that no worker could ever hold.
     """
     return _Run(requests, dispatcher, setup, aims, tenant).run()
 
@@ -189,7 +189,12 @@ class _Worker:
 
 class _Run:
     def __init__(
-        self, requests: Sequence[Request], dispatcher: Dispatcher, setup: Setup, aims: Aims, tenant: Callable[[int], str]
+        self,
+        requests: Sequence[Request],
+        dispatcher: Dispatcher,
+        setup: Setup,
+        aims: Callable[[Request], Aims],
+        tenant: Callable[[int], str],
     ) -> None:
         self._requests = requests
         self._dispatcher = dispatcher
@@ -264,7 +269,7 @@ class _Run:
             model=None,
             chain=journey.chain,
             tokens=request.input_tokens,
-            aims=self._aims,
+            aims=self._aims(request),
             arrived_s=now_s,
             deadline_s=now_s + _PATIENCE_S,
             tenant=self._tenant(number),

@@ -11,6 +11,8 @@ from typing import TypeVar
 import msgspec
 from rich.table import Table
 
+from extproc.config import Config
+from extproc.policy import Policies
 from extproc.replay import Dispatcher, Placed, Replayed, Setup, capacity, replay
 from extproc.replay_peers import CacheAware, Turns
 from extproc.replay_router import Routed
@@ -18,6 +20,10 @@ from extproc.routing.job import Aims, Late, Mode, Objective
 from extproc.routing.settings import Routing
 from workers import goodput, traces
 from workers.goodput import Summary
+from workers.traces import Request
+
+_PATH = "/v1/chat/completions"
+"""Where a request of a trace is taken to go."""
 
 _Word = TypeVar("_Word", Objective, Mode, Late)
 
@@ -41,8 +47,8 @@ class ReplayOptions:
     load: float = 0.9
     """Of the capacity; only without ``rate_per_s``."""
     setup: Setup = field(default_factory=Setup)
-    aims: Aims = field(default_factory=lambda: Aims(ttft_slo_s=goodput.TTFT_SLO_S, itl_slo_s=goodput.ITL_SLO_S))
-    """Of the policy `baton`."""
+    aims: Callable[[Request], Aims] = lambda _: Aims(ttft_slo_s=goodput.TTFT_SLO_S, itl_slo_s=goodput.ITL_SLO_S)
+    """What the policy `baton` makes of a request."""
     routing: Routing = field(default_factory=Routing)
     policies: Sequence[str] = POLICIES
     ttft_slo_s: float = goodput.TTFT_SLO_S
@@ -100,13 +106,19 @@ def routing_of(routing: Routing, setup: Setup) -> Routing:
     )
 
 
-def _policy(name: str, options: ReplayOptions) -> tuple[Dispatcher, Aims]:
+def _policy(name: str, options: ReplayOptions) -> tuple[Dispatcher, Callable[[Request], Aims]]:
     setup = options.setup
     if name == "round-robin":
-        return Turns(setup.prefill_addresses, setup.decode_addresses), Aims()
+        return Turns(setup.prefill_addresses, setup.decode_addresses), _no_aims
     if name == "cache-aware":
-        return CacheAware(setup.prefill_addresses, setup.decode_addresses), Aims()
-    return Routed(setup, routing_of(options.routing, setup)), _OURS.get(name, options.aims)
+        return CacheAware(setup.prefill_addresses, setup.decode_addresses), _no_aims
+    ours = _OURS.get(name)
+    return Routed(setup, routing_of(options.routing, setup)), options.aims if ours is None else lambda _: ours
+
+
+def _no_aims(request: Request) -> Aims:
+    del request
+    return Aims()
 
 
 def _line(name: str, replayed: Replayed, options: ReplayOptions) -> Line:
@@ -170,6 +182,12 @@ def as_table(found: Comparison) -> Table:
             f"{line.wall_s:.1f} s",
         )
     return table
+
+
+def aims_of_config(config: Config) -> Callable[[Request], Aims]:
+    """What the policies of a configuration make of a request of a trace, which has no headers and names no model."""
+    policies = Policies(config.policies)
+    return lambda request: policies.resolve({}, _PATH, None, request.input_tokens).aims
 
 
 def aims_of(

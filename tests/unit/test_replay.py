@@ -18,7 +18,10 @@ from workers.goodput import Status
 from workers.traces import Request
 
 SETUP = Setup(prefill=3, decode=5)
-AIMS = Aims()
+
+
+def no_aims(_):
+    return Aims()
 
 
 def conversations(count, *, seed=1, rate_per_s=3.0):
@@ -37,7 +40,7 @@ def conversations(count, *, seed=1, rate_per_s=3.0):
 
 
 def results(requests, policy=Turns, setup=SETUP):
-    return replay(requests, policy(setup.prefill_addresses, setup.decode_addresses), setup, AIMS)
+    return replay(requests, policy(setup.prefill_addresses, setup.decode_addresses), setup, no_aims)
 
 
 def test_on_idle_workers_the_time_is_that_of_the_work():
@@ -161,7 +164,7 @@ def test_the_same_replay_gives_the_same_numbers(trace_file):
 
 def test_what_waits_too_long_is_refused_and_counted(trace_file):
     aims = Aims(mode=Mode.DISAGGREGATE, ttft_slo_s=2.5, max_wait_s=0.5)
-    found = run_replay(ReplayOptions(trace=trace_file, policies=("baton",), load=1.5, aims=aims))
+    found = run_replay(ReplayOptions(trace=trace_file, policies=("baton",), load=1.5, aims=lambda _: aims))
     assert found.lines[0].summary.refused > 0
     assert found.lines[0].summary.longest_wait_s < 0.75
 
@@ -192,7 +195,26 @@ def test_the_command_prints_a_table_or_json_and_says_what_is_wrong(trace_file, t
         assert says in refused.output.replace("\n", ""), wrong
 
 
+def test_policies_and_routing_can_come_from_a_configuration(trace_file, tmp_path):
+    """By the size of the prompt, as in the filter: short ones are all done by decode workers, long ones never."""
+    config = tmp_path / "baton.yaml"
+    config.write_text(
+        """
+workers: {prefill: ["10.0.0.1:8000"], decode: ["10.0.1.1:8000"]}
+policies:
+- {name: short, match: {prompt_tokens: {max: 8000}}, mode: aggregate}
+- {name: long, mode: disaggregate}
+"""
+    )
+    told = CliRunner().invoke(
+        cli.app, ["replay", "--trace", str(trace_file), "--policy", "baton", "--config", str(config), "--json"]
+    )
+    assert told.exit_code == 0, told.output
+    found = json.loads(told.stdout)
+    assert found["lines"][0]["whole"] == sum(request.input_tokens <= 8000 for request in traces.load(trace_file))
+
+
 def test_a_refusal_of_one_policy_is_json_without_nan(trace_file):
     aims = Aims(mode=Mode.AGGREGATE, ttft_slo_s=2.5, max_in_flight=0)
-    found = run_replay(ReplayOptions(trace=trace_file, policies=("baton",), requests=20, aims=aims))
+    found = run_replay(ReplayOptions(trace=trace_file, policies=("baton",), requests=20, aims=lambda _: aims))
     assert json.loads(as_json(found))["lines"][0]["summary"]["ttft_p50_s"] is None
