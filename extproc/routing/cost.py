@@ -92,7 +92,10 @@ class Costs:
 
     def backlog_s(self, endpoint: Endpoint, now_s: float) -> float:
         """Until the prefill worker is through with what it has."""
-        own_s = max(0.0, endpoint.prefill.busy_until_s - now_s)
+        own_s = endpoint.prefill.busy_until_s - now_s
+        if own_s < 0.0:
+            # What is overdue is expected to take as long again: who waits for a worker that hangs would wait for ever.
+            own_s = -own_s if endpoint.prefill.claims else 0.0
         if not endpoint.prefill.external_requests:
             return own_s
         others = self.external(endpoint, now_s, prefill=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from extproc.routing.pool import Leg
+from extproc.routing.pool import Claim, Leg
 from extproc.routing.settings import Routing
 
 _PAUSE_MAX_S = 60.0
@@ -22,25 +22,31 @@ def usable(leg: Leg, now_s: float) -> bool:
 
 def failed(leg: Leg, settings: Routing, now_s: float) -> None:
     """A request failed on it."""
+    if leg.failures >= settings.breaker_failures and leg.trial is None and not usable(leg, now_s):
+        return  # sent before the pause began: many that fail together are one failure, not a long pause
     leg.failures += 1
+    leg.trial = None
     over = leg.failures - settings.breaker_failures
     if over >= 0:
         leg.blocked_until_s = now_s + min(settings.breaker_pause_s * 2.0 ** min(over, 10), _PAUSE_MAX_S)
 
 
-def chosen(leg: Leg, settings: Routing, now_s: float) -> None:
+def chosen(leg: Leg, claim: Claim, settings: Routing, now_s: float) -> None:
     """It gets a request. If that is the trial after a pause, nobody else gets there until it has come out."""
     if leg.failures >= settings.breaker_failures:
+        leg.trial = claim
         leg.blocked_until_s = now_s + _TRIAL_S
 
 
 def succeeded(leg: Leg) -> None:
     """A request went well on it."""
     leg.failures = 0
+    leg.trial = None
     leg.blocked_until_s = -math.inf
 
 
-def undecided(leg: Leg, now_s: float) -> None:
-    """A request on it ended without telling anything about the worker: the next one may be the trial."""
-    if leg.failures and leg.blocked_until_s > now_s:
+def undecided(leg: Leg, claim: Claim, now_s: float) -> None:
+    """A request on it ended without telling anything more about the worker. If it was the trial, the next one is."""
+    if leg.trial is claim:
+        leg.trial = None
         leg.blocked_until_s = now_s

@@ -51,6 +51,7 @@ class Leg:
         "external_s",
         "failures",
         "tokens",
+        "trial",
         "turn",
     )
 
@@ -65,6 +66,8 @@ class Leg:
         self.failures = 0
         """In a row."""
         self.blocked_until_s = -math.inf
+        self.trial: Claim | None = None
+        """The one request that it gets after a pause."""
         self.external_requests = 0.0
         """On the worker but not ours, when it last reported: other replicas, direct clients."""
         self.external_s = -math.inf

@@ -185,13 +185,12 @@ class Router:
     def _whole_reason(self, ticket: Ticket, now_s: float, *, held: bool) -> str | None:
         """Why a decode worker shall do it all; None for a handoff. Raises NoEndpointError, FullError."""
         job, aims = ticket.job, ticket.job.aims
+        self.picker.group(Role.DECODE, job.model, aims.decode_labels)
         if not job.handoff:
             return "cannot_hand_over"
         if aims.mode is Mode.AGGREGATE:
             return "policy"
         if aims.mode is Mode.DISAGGREGATE:
-            # Without a decode worker a prefill would be work for nothing; without a prefill worker the caller must know.
-            self.picker.group(Role.DECODE, job.model, aims.decode_labels)
             self.picker.group(Role.PREFILL, job.model, aims.prefill_labels)
             return None
         hits = self._hits(ticket)
@@ -419,22 +418,22 @@ class Router:
         job = ticket.job
         self._turn += 1
         uncached = max(job.tokens - chosen.cached_prefill_tokens, 1)
-        health.chosen(prefill.prefill, self.settings, now_s)
         ticket.prefill, ticket.sent_s = prefill, now_s
         ticket.prefill_claim = prefill.prefill.claim(
             tokens=uncached, work_s=chosen.terms.prefill_s, now_s=now_s, turn=self._turn
         )
+        health.chosen(prefill.prefill, ticket.prefill_claim, self.settings, now_s)
         self._learn(prefill.address, job)
         self._view.clear()
 
     def _claim_decode(self, ticket: Ticket, decode: Endpoint, now_s: float) -> None:
         job = ticket.job
         self._turn += 1
-        health.chosen(decode.decode, self.settings, now_s)
         ticket.decode = decode
         ticket.decode_claim = decode.decode.claim(
             tokens=job.tokens + self.costs.answer_tokens(job), work_s=0.0, now_s=now_s, turn=self._turn
         )
+        health.chosen(decode.decode, ticket.decode_claim, self.settings, now_s)
         self._learn(decode.address, job)
         self.picker.remember(job.session, decode.address)
 
@@ -472,7 +471,7 @@ class Router:
             health.failed(prefill.prefill, self.settings, now_s)
             self.index.correct(prefill.address, ticket.job.chain, 0)
         else:
-            health.undecided(prefill.prefill, now_s)
+            health.undecided(prefill.prefill, claim, now_s)
 
     def prefill_again(self, ticket: Ticket, now_s: float, exclude: Collection[str]) -> Endpoint:
         """Another prefill worker for the same decode worker, at once. Raises NoEndpointError."""
@@ -490,8 +489,7 @@ class Router:
             terms=terms,
             cached_prefill_tokens=hits.of(prefill),
         )
-        if ticket.prefill_claim is not None:
-            ticket.prefill_claim.release(now_s)
+        _give_back(ticket.prefill_claim, now_s)
         self._claim_prefill(ticket, prefill, chosen, now_s)
         if ticket.decision is not None:
             ticket.decision.prefill, ticket.decision.reason, ticket.decision.terms = prefill.address, "retry", terms
@@ -501,8 +499,7 @@ class Router:
         """Another decode worker: the one that was chosen is gone, and its count with it. Raises NoEndpointError."""
         self._view.clear()
         gone = ticket.decode
-        if ticket.decode_claim is not None:
-            ticket.decode_claim.release(now_s)
+        _give_back(ticket.decode_claim, now_s)
         exclude = () if gone is None else (gone.address,)
         found = self.picker.whole(ticket.job, self._hits(ticket), now_s, exclude, admit=False)
         decode = self.pool.get(found[0].decode)
@@ -532,16 +529,14 @@ class Router:
 
     def finish(self, ticket: Ticket, now_s: float) -> None:
         """The request is over, whatever became of it: it leaves the queue, and all that it held is given back. Idempotent."""
-        if ticket.state is State.FINISHED:
+        if ticket.state in (State.FINISHED, State.REJECTED):
             return
         waiting = ticket.waiting
         if waiting is not None and waiting in self._tickets:
             self.queue.remove(waiting)
             self._left(waiting)
-        if ticket.prefill_claim is not None and ticket.prefill_claim.release(now_s) and ticket.prefill is not None:
-            health.undecided(ticket.prefill.prefill, now_s)
-        if ticket.decode_claim is not None and ticket.decode_claim.release(now_s) and ticket.decode is not None:
-            health.undecided(ticket.decode.decode, now_s)
+        _give_back(ticket.prefill_claim, now_s)
+        _give_back(ticket.decode_claim, now_s)
         ticket.state = State.FINISHED
         policy = ticket.job.aims.policy
         left = self._in_flight.get(policy, 0) - 1
@@ -549,6 +544,14 @@ class Router:
             self._in_flight[policy] = left
         else:
             self._in_flight.pop(policy, None)
+
+
+def _give_back(claim: Claim | None, now_s: float) -> None:
+    """What is left of it, if anything; it told nothing about the worker."""
+    leg = claim.leg if claim is not None else None
+    if claim is not None and leg is not None:
+        claim.release(now_s)
+        health.undecided(leg, claim, now_s)
 
 
 class _View:
