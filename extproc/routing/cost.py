@@ -28,6 +28,7 @@ class Costs:
         self._decode: dict[str, DecodeRate] = {}
         self._transfer: dict[str, TransferRate] = {}
         self._latest: PrefillRate | None = None
+        self._guess = PrefillRate(settings.prefill_tokens_per_s)
         self._uncached_tokens = Ewma(float(settings.step_tokens) / 4)
         """Of a typical prompt: what a request of somebody else's is taken for."""
 
@@ -40,7 +41,7 @@ class Costs:
             return known[0]
         if endpoint.spec.prefill_tokens_per_s is not None:
             return self._of(endpoint)[0]
-        return self._latest if self._latest is not None else self._of(endpoint)[0]
+        return self._latest if self._latest is not None else self._guess
 
     def _of(self, endpoint: Endpoint) -> tuple[PrefillRate, PrefillMeter]:
         known = self._prefill.get(endpoint.address)

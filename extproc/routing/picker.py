@@ -22,6 +22,9 @@ _IDLEST = 3
 _WARMEST = 3
 """So many of each role are weighed."""
 
+_PACKED_ITL_SHARE = 0.6
+"""Of the ITL SLO: up to here streams keep together while prompts wait."""
+
 _SESSIONS = 100_000
 
 _GROUPS = 1_000
@@ -107,9 +110,19 @@ class Picker:
     # -- decode ------------------------------------------------------------------------------------------------------------
 
     def decodes(
-        self, job: Job, hits: Hits, now_s: float, exclude: Collection[str] = (), *, admit: bool = True
+        self,
+        job: Job,
+        hits: Hits,
+        now_s: float,
+        exclude: Collection[str] = (),
+        *,
+        admit: bool = True,
+        crowded: bool = False,
     ) -> list[Endpoint]:
         """Decode workers worth weighing. Without ``admit`` they may be full: they queue themselves.
+
+        ``crowded``: prompts wait for prefill workers, so streams keep together where the ITL SLO has room for them, and leave
+        other decode workers free for a prefill of their own.
 
         Raises NoEndpointError, FullError.
         """
@@ -130,18 +143,26 @@ class Picker:
             return [self._random.choice(room)]
         if aims.objective is Objective.ROUND_ROBIN:
             return [min(room, key=lambda each: each.decode.turn)]
+        # A stream would stand still behind a prefill that the worker is at.
+        room = [each for each in room if each.prefill.busy_until_s <= now_s or Role.PREFILL in each.roles] or room
         if aims.itl_slo_s is not None:
             slo_s = aims.itl_slo_s
             quick = [each for each in room if costs.decode_rate(each).itl_s(costs.sequences(each, now_s) + 1) <= slo_s]
             room = quick or room
+            if crowded:
+                close_s = _PACKED_ITL_SHARE * slo_s
+                packed = [each for each in room if costs.decode_rate(each).itl_s(costs.sequences(each, now_s) + 1) <= close_s]
+                if packed:
+                    return [max(packed, key=lambda each: costs.sequences(each, now_s))]
         idlest = nsmallest(_IDLEST, room, key=lambda each: (costs.sequences(each, now_s), each.decode.turn))
         if aims.objective is Objective.LEAST_LOAD:
             return idlest[:1]
         return _with_warmest(idlest, room, hits)
 
-    def decode(self, job: Job, prefill: Endpoint, hits: Hits, now_s: float, exclude: Collection[str] = ()) -> Candidate:
+    def decode(self, job: Job, prefill: Endpoint, hits: Hits, now_s: float, *, crowded: bool = False) -> Candidate:
         """The best decode worker for a prompt that ``prefill`` computes. Raises NoEndpointError, FullError."""
-        return min(self._pairs(job, [prefill], self.decodes(job, hits, now_s, exclude), hits, now_s), key=_cost)
+        decodes = self.decodes(job, hits, now_s, crowded=crowded)
+        return min(self._pairs(job, [prefill], decodes, hits, now_s), key=_cost)
 
     def remember(self, session: str, decode: str) -> None:
         """The conversation ``session`` is on the worker ``decode`` now."""

@@ -20,10 +20,12 @@ class Role(Enum):
 class Claim:
     """One request's share in the load of a worker, from the decision to its end. Given back once, however often asked."""
 
-    __slots__ = ("leg", "since_s", "tokens", "work_s")
+    __slots__ = ("late", "leg", "since_s", "tokens", "work_s")
 
     def __init__(self, leg: Leg, tokens: int, work_s: float, since_s: float) -> None:
         self.leg: Leg | None = leg
+        self.late = False
+        """It cannot meet its deadline any more: others should not have to wait for it."""
         self.tokens = tokens
         """Prefill: prompt tokens to compute. Decode: KV tokens of prompt and answer."""
         self.work_s = work_s
@@ -93,6 +95,10 @@ class Leg:
         self.busy_until_s = max(self.busy_until_s, now_s) + work_s
         self.turn = turn
         return claim
+
+    def occupy(self, work_s: float, now_s: float) -> None:
+        """Work that ends without a word: it is taken to be done when it is expected to be."""
+        self.busy_until_s = max(self.busy_until_s, now_s) + work_s
 
     def give_back(self, claim: Claim, now_s: float) -> None:
         """Only for Claim.release."""

@@ -249,6 +249,21 @@ class PrefillQueue:
                     break
         return best
 
+    def late_ones(self, most: int) -> list[Waiting]:
+        """Prompts that cannot meet their deadline any more, the most urgent first, at most so many."""
+        found: list[Waiting] = []
+        for band in sorted(self._bands):
+            for line in self._bands[band].values():
+                found += list(line.aged)[: most - len(found)]
+        return found
+
+    def longest_wait_share(self, now_s: float) -> float:
+        """Of the prompt that has waited longest: how much of the time that it may wait is over, 0 to 1."""
+        oldest = next(iter(self._all), None)
+        if oldest is None:
+            return 0.0
+        return (now_s - oldest.came_s) / max(oldest.limit_s - oldest.came_s, 1e-9)
+
     def _is_late(self, waiting: Waiting) -> None:
         line = waiting.line
         assert line is not None

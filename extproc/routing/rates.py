@@ -125,16 +125,25 @@ class DecodeRate:
 
 
 class TransferRate:
-    """Seconds that KV blocks take to a decode worker: ``bytes / bandwidth``, learned from its reports."""
+    """Seconds that KV blocks take to a decode worker: ``bytes / bandwidth``, learned from its reports.
+
+    Sums that fade, not a mean of quotients: a transfer of a few blocks takes its overhead, and says little about bandwidth.
+    """
+
+    _KEEP = 0.95
+    _GUESS_BYTES = 1e9
+    """What the first guess weighs."""
 
     def __init__(self, bytes_per_s: float) -> None:
-        self._seconds_per_byte = Ewma(1.0 / bytes_per_s)
+        self._bytes = self._GUESS_BYTES
+        self._seconds = self._GUESS_BYTES / bytes_per_s
 
     def seconds(self, size_bytes: float) -> float:
         """For so many bytes."""
-        return size_bytes * self._seconds_per_byte.value
+        return size_bytes * self._seconds / self._bytes
 
     def note(self, size_bytes: float, seconds: float) -> None:
         """A transfer of ``size_bytes`` took ``seconds``, or the mean of several."""
         if size_bytes > 0 and seconds > 0:
-            self._seconds_per_byte.note(seconds / size_bytes)
+            self._bytes = self._bytes * self._KEEP + size_bytes
+            self._seconds = self._seconds * self._KEEP + seconds

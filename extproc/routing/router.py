@@ -27,6 +27,12 @@ _TICK_S = 0.2
 
 _RETRY_AFTER_MAX_S = 60.0
 
+_LATE_LOOKED_AT = 32
+"""Late prompts for which a spare decode worker is looked for, at a time."""
+
+_MORE_LANES_FROM, _ALL_LANES_FROM = 0.5, 0.75
+"""Shares of the longest wait from which on late prompts get all prefill workers but one, and all of them."""
+
 
 class RejectedError(Exception):
     """A prompt is turned away for now. ``reason`` is one of a fixed set: it labels a metric."""
@@ -293,6 +299,30 @@ class Router:
             endpoint = fit.endpoint
             self._try(ticket, now_s, lambda each: self._place(each, endpoint, now_s))  # noqa: B023 (called at once)
             self._changed.append(ticket)
+        self._use_spare_decodes(now_s)
+
+    def _use_spare_decodes(self, now_s: float) -> None:
+        """What is late already goes whole to a decode worker that has nothing to do: there it holds up nobody."""
+        for waiting in self.queue.late_ones(_LATE_LOOKED_AT):
+            ticket = self._tickets[waiting]
+            job = ticket.job
+            if job.aims.mode is not Mode.AUTO or ticket.whole_reason is not None:
+                continue
+            try:
+                view = self._view_of(job, now_s)
+            except NoEndpointError:
+                continue
+            spare = view.spare_decodes()
+            if not spare:
+                continue
+            hits = self._hits(ticket)
+            decode = max(spare, key=hits.of)
+            terms = self.costs.whole(job, decode, hits.of(decode), now_s)
+            chosen = Candidate(prefill=None, decode=decode.address, cost=0.0, terms=terms, cached_decode_tokens=hits.of(decode))
+            chosen.cost = self.costs.total(job.aims, terms, pressure=0.0)
+            self.queue.remove(waiting)
+            self._settle(self._left(waiting), chosen, ticket.candidates, "spare", now_s)
+            self._changed.append(ticket)
 
     def _try(self, ticket: Ticket, now_s: float, place: Callable[[Ticket], None]) -> None:
         try:
@@ -320,9 +350,9 @@ class Router:
     # -- where a prompt is best off ----------------------------------------------------------------------------------------
 
     def _weigh(self, waiting: Waiting, now_s: float) -> Fit | None:
-        return self._weigh_ticket(self._tickets[waiting], now_s)
+        return self._weigh_ticket(self._tickets[waiting], now_s, late=waiting.late)
 
-    def _weigh_ticket(self, ticket: Ticket, now_s: float) -> Fit | None:
+    def _weigh_ticket(self, ticket: Ticket, now_s: float, *, late: bool = False) -> Fit | None:
         """Where it is best off; None if nobody can take it now. Workers that are gone show when it is placed."""
         job = ticket.job
         try:
@@ -357,7 +387,21 @@ class Router:
                 found = endpoint, work_s, finish_s + after_s, ready
         assert found is not None
         endpoint, work_s, finish_s, ready = found
-        return Fit(endpoint, work_s, finish_s, soonest_s, ready and view.decode_has_room(job))
+        ready = ready and view.decode_has_room(job) and not (late and self._lane_closed(view, endpoint, now_s))
+        return Fit(endpoint, work_s, finish_s, soonest_s, ready)
+
+    def _lane_closed(self, view: _View, endpoint: Endpoint, now_s: float) -> bool:
+        """Late prompts may not have all prefill workers: those that can still meet their deadline would wait behind them.
+
+        They get a third of the workers, and more the nearer the oldest of them is to the end of its patience.
+        """
+        busy = view.on_late_prompts - (endpoint.address in view.late_at)
+        count = len(view.able)
+        share = self.queue.longest_wait_share(now_s)
+        if share >= _ALL_LANES_FROM:
+            return False
+        lanes = math.ceil(count / 3) if share < _MORE_LANES_FROM else count - 1
+        return busy >= max(1, lanes)
 
     def _view_of(self, job: Job, now_s: float) -> _View:
         key = (job.model, frozenset(job.aims.prefill_labels.items()), frozenset(job.aims.decode_labels.items()))
@@ -387,7 +431,7 @@ class Router:
         if ticket.whole_reason is not None:
             self._place_whole(ticket, ticket.whole_reason, now_s, admit=True)
             return
-        best = self.picker.decode(ticket.job, endpoint, self._hits(ticket), now_s)
+        best = self.picker.decode(ticket.job, endpoint, self._hits(ticket), now_s, crowded=len(self.queue) > 0)
         self._settle(ticket, best, ticket.candidates, "cost" if ticket.job.aims.mode is Mode.AUTO else "policy", now_s)
 
     def _place_best(self, ticket: Ticket, now_s: float) -> None:
@@ -412,6 +456,8 @@ class Router:
             assert prefill is not None
             self._claim_prefill(ticket, prefill, chosen, now_s)
         self._claim_decode(ticket, decode, now_s)
+        if chosen.prefill is None:
+            decode.prefill.occupy(chosen.terms.prefill_s, now_s)
         ticket.decision, ticket.state = made, State.PLACED
 
     def _claim_prefill(self, ticket: Ticket, prefill: Endpoint, chosen: Candidate, now_s: float) -> None:
@@ -423,6 +469,7 @@ class Router:
             tokens=uncached, work_s=chosen.terms.prefill_s, now_s=now_s, turn=self._turn
         )
         health.chosen(prefill.prefill, ticket.prefill_claim, self.settings, now_s)
+        ticket.prefill_claim.late = ticket.waiting is not None and ticket.waiting.late
         self._learn(prefill.address, job)
         self._view.clear()
 
@@ -557,15 +604,31 @@ def _give_back(claim: Claim | None, now_s: float) -> None:
 class _View:
     """The workers of one kind of prompt, looked at once for all that wait, until something is placed."""
 
-    __slots__ = ("_costs", "_decodes", "_now_s", "able", "idlest", "transfer_s_per_token")
+    __slots__ = ("_costs", "_decodes", "_now_s", "able", "idlest", "late_at", "transfer_s_per_token")
 
     def __init__(self, able: list[Endpoint], decodes: list[Endpoint], costs: Costs, now_s: float) -> None:
         self.able = {each.address: each for each in able}
         self.idlest = min(able, key=lambda each: (costs.backlog_s(each, now_s), each.prefill.turn))
         self.transfer_s_per_token = costs.transfer_rate(decodes[0]).seconds(costs.settings.kv_bytes_per_token)
+        self.late_at = {each.address for each in able if any(claim.late for claim in each.prefill.claims)}
+        """Workers that are on late prompts."""
         self._decodes = decodes
         self._costs = costs
         self._now_s = now_s
+
+    @property
+    def on_late_prompts(self) -> int:
+        """How many workers are on late prompts."""
+        return len(self.late_at)
+
+    def spare_decodes(self) -> list[Endpoint]:
+        """Decode workers that have nothing to do at all."""
+        costs, now_s = self._costs, self._now_s
+        return [
+            each
+            for each in self._decodes
+            if not each.decode.claims and each.prefill.busy_until_s <= now_s and costs.sequences(each, now_s) < 1
+        ]
 
     def decode_has_room(self, job: Job) -> bool:
         """Whether some decode worker can take it."""

@@ -78,7 +78,7 @@ async def decode_answer(request: web.Request, body: bytes) -> web.StreamResponse
 
 @dataclass
 class FakeWorker:
-    """Use as an async context manager; ``received`` lists what came, without the filter's probes."""
+    """Use as an async context manager; ``received`` lists what came, without the filter's probes and scrapes."""
 
     name: str
     port: int
@@ -118,6 +118,8 @@ class FakeWorker:
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         if request.path == "/health" and "x-client" not in request.headers:
             return web.Response(status=200 if self.healthy else 503)
+        if request.path == "/metrics" and "x-client" not in request.headers:
+            return web.Response(text="vllm:num_requests_running 0\n")
         if request.path == "/v1/models":
             cards = [{"id": name, "object": "model", "owned_by": self.name} for name in self.models]
             return web.json_response({"object": "list", "data": cards})
