@@ -151,8 +151,8 @@ def replay(
 ) -> Replayed:
     """Send the requests at their times and follow each to its end.
 
-    ``aims`` is the policy of a request, ``tenant`` says whose the n-th one is. Raises RuntimeError if the dispatcher never decides
-    about a request, and ValueError for one that no worker could ever hold.
+    ``aims`` is the policy of a request, ``tenant`` says whose the n-th one is. Raises RuntimeError if the dispatcher never
+    decides about a request, and ValueError for one that no worker could ever hold.
     """
     return _Run(requests, dispatcher, setup, aims, tenant).run()
 
