@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from typing import Final
 
-from extproc.headers import DESTINATION_HEADER, LB_NAMESPACE
+from extproc.headers import DESTINATION_HEADER
 from extproc.inference import TRANSFER_KEYS
 from extproc.paths import TABLE
 
@@ -39,9 +39,9 @@ local function may_hold_a_name(text)
 end
 
 function envoy_on_request(handle)
-  local chosen = handle:streamInfo():dynamicMetadata():get(%(namespace)s)
-  if chosen ~= nil and chosen[%(destination)s] ~= nil then return end
   local headers = handle:headers()
+  -- The filter has seen it and let it go. This header is the last that a reply of its sets, and clients cannot send it.
+  if headers:get(%(destination)s) ~= nil then return end
   local path = string.match(headers:get(":path") or "", "^[^?]*")
   local kind = string.lower(string.match(headers:get("content-type") or "", "^[^;]*"))
   kind = string.gsub(kind, "%%s", "")
@@ -64,7 +64,6 @@ def script() -> str:
     return _SCRIPT % {
         "paths": ", ".join(f"[{json.dumps(path)}] = true" for path in prompts),
         "names": ", ".join(json.dumps(name) for name in _NAMES),
-        "namespace": json.dumps(LB_NAMESPACE),
         "destination": json.dumps(DESTINATION_HEADER),
         "open": json.dumps(OPEN_HEADER),
     }

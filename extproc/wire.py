@@ -188,6 +188,7 @@ def _fill(reply: Any, phase: Any, mutation: Mutation) -> None:
         # In BUFFERED mode Envoy refuses a body of another length than the header says.
         headers["content-length"] = str(len(mutation.body))
     if mutation.destination is not None:
+        # The last header: if Envoy refuses one of the others, nothing says that this request was cleared.
         headers[DESTINATION_HEADER] = mutation.destination
         metadata = reply.dynamic_metadata.fields[LB_NAMESPACE].struct_value
         metadata.fields[DESTINATION_HEADER].string_value = mutation.destination

@@ -62,6 +62,8 @@ class Gateway:
         self.hold = False
         """Keep requests, once their bodies are here."""
         self.holding = 0
+        self.on_body: wire.Mutation | None = None
+        """What the filter answers to a request's body; the worker is then named only there."""
         self._replace = replace
         self._published: Mapping[str, Sequence[str]] = {}
 
@@ -167,7 +169,8 @@ class Gateway:
                     await stream.send(wire.immediate_reply(self.instead))
                     return
                 case wire.RequestHeaders():
-                    change = wire.Mutation(destination=event.headers.get(TO), remove_headers=(), watch_answer=True)
+                    to = event.headers.get(TO) if self.on_body is None else None
+                    change = wire.Mutation(destination=to, watch_answer=True)
                     await stream.send(wire.headers_reply(change))
                 case wire.ResponseHeaders():
                     self.answers.append(event)
@@ -175,5 +178,7 @@ class Gateway:
                 case wire.RequestBody() if self.hold:
                     self.holding += 1
                     await asyncio.Event().wait()
+                case wire.RequestBody() if self.on_body is not None:
+                    await stream.send(wire.body_reply(self.on_body))
                 case _:
                     await stream.send(wire.go_on(event))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from extproc.wire import Immediate
+from extproc.wire import Immediate, Mutation
 from tests.stack.gateway import TO, Gateway
 
 FILE = {"eds": "file"}
@@ -287,3 +287,13 @@ async def test_a_filter_that_dies_with_a_request_in_its_hands_loses_nothing() ->
         await gateway.stop_filter()
         assert (await request)[0] == 200
         assert gateway.workers[0].last.body == PROMPT
+
+
+async def test_a_reply_of_the_filter_that_envoy_refuses_lets_nothing_through() -> None:
+    async with running(known=1, **FILE, **OPEN) as gateway:
+        worker = gateway.workers[0]
+        gateway.on_body = Mutation(body=b"{}", destination=worker.address)
+        assert (await post(gateway, b'{"prompt":"a","kv_transfer_params":{}}'))[0] == 200
+        gateway.on_body = Mutation(body=b"{}", destination=worker.address, set_headers={"x-forbidden": "1"})
+        assert (await post(gateway, b'{"prompt":"a","kv_transfer_params":{}}'))[0] == 503
+        assert [received.body for received in worker.received] == [b"{}"]
