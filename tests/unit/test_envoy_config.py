@@ -15,7 +15,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from extproc import envoy_yaml
-from extproc.config import Config, ConfigError, Envoy, Limits, Prefill
+from extproc.config import Config, ConfigError, Envoy, Limits, Prefill, parse
 from extproc.envoy_config import EXAMPLE, build
 from extproc.envoy_yaml import render
 from extproc.headers import (
@@ -405,6 +405,21 @@ def test_without_the_filter_only_marked_requests_go_on_and_no_client_can_mark_on
     assert (marked["route"]["cluster"], pinned["route"]["cluster"]) == ("any_decode", "decode")
     assert marked["request_body_buffer_limit"] == pinned["request_body_buffer_limit"]
     assert cluster("any_decode", config)["eds_cluster_config"]["service_name"] == "decode"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{eds: file}", "envoy.eds: file needs envoy.eds_dir"),
+        ("{pin: original_dst, filter_down: round_robin}", "envoy.filter_down: round_robin needs envoy.pin: exact"),
+        ("{max_pending: 0}", "envoy.max_pending: 0"),
+        ("{pin: loose}", "envoy.pin"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(f"workers: {{both: ['10.0.0.1:1']}}\nenvoy: {text}")
+    assert message in str(caught.value)
 
 
 def test_direct_prefill_needs_no_listener_and_no_cluster() -> None:
