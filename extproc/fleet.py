@@ -42,16 +42,19 @@ class Fleet:
         log: Logger,
         on_change: Callable[[], None],
     ) -> None:
-        """``on_change`` is called when a worker comes, goes, or changes between live and not. Raises SourceError."""
+        """``on_change`` is called when a worker comes, goes, or changes between live and not.
+
+        Raises SourceError, and OSError where endpoint files cannot be written.
+        """
         self._config = config
         self._dispatcher = dispatcher
         self._router = dispatcher.router
         self._metrics = metrics
         self._log = log
         self._on_change = on_change
+        self._stale_files = asyncio.Event()
         self._scrapes: dict[str, Scrape] = {}
         self._shown: set[tuple[str, str]] = set()
-        self._told: dict[str, list[str]] | None = None
         self.endpoints = EndpointServer(log, on_nack=lambda: metrics.discovery_reloads.labels("envoy", "refused").inc())
         self._prober = Prober(self.pool, config.health, log, self._on_probe)
         self._discovery = Discovery(
@@ -66,7 +69,9 @@ class Fleet:
             lambda _address, _reason: metrics.scrapes.labels("failed").inc(),
             settings=config.scrape,
         )
-        self._tell()
+        self._told: dict[str, list[str]] = {}
+        """What Envoy reads in its files."""
+        self._write_now(self._clusters())
 
     @property
     def pool(self) -> Pool:
@@ -79,6 +84,7 @@ class Fleet:
             for part in (self._discovery, self._prober, self._scraper):
                 tasks.create_task(part.run())
             tasks.create_task(self._sweep())
+            tasks.create_task(self._follow_files())
 
     async def first_look(self) -> None:
         """Wait until every source of workers has been asked once."""
@@ -128,18 +134,39 @@ class Fleet:
 
     # -- who is told -------------------------------------------------------------------------------------------------------
 
+    def _clusters(self) -> dict[str, list[str]]:
+        """What Envoy knows of the workers: those that are leaving too, as long as something is on its way to them."""
+        return {role.value: sorted(each.address for each in self.pool.endpoints if role in each.roles) for role in Role}
+
     def _tell(self) -> None:
-        """Envoy."""
-        clusters = {role.value: sorted(each.address for each in self.pool.endpoints if role in each.roles) for role in Role}
-        if clusters == self._told:
-            return
-        self._told = clusters
-        self.endpoints.publish(clusters)
+        """Envoy, over gRPC at once; its files are written beside the event loop."""
+        self.endpoints.publish(self._clusters())
+        self._stale_files.set()
+
+    async def _follow_files(self) -> None:
+        """Write the files whenever they are out of date. What goes wrong is tried again."""
+        while True:
+            await self._stale_files.wait()
+            self._stale_files.clear()
+            clusters = self._clusters()
+            if clusters == self._told:
+                continue
+            try:
+                await asyncio.to_thread(self._write_now, clusters)
+            except OSError as error:
+                self._log.error("endpoints_not_written", why=str(error))
+                self._metrics.discovery_reloads.labels("files", "failed").inc()
+                await asyncio.sleep(_SWEEP_S)
+                self._stale_files.set()
+
+    def _write_now(self, clusters: dict[str, list[str]]) -> None:
+        """Raises OSError."""
         directory = self._config.envoy.eds_dir
         if directory is not None:
             for cluster, addresses in clusters.items():
                 xds.write_endpoints(Path(directory), cluster, addresses)
             self._log.info("endpoints_written", directory=directory, **{name: len(each) for name, each in clusters.items()})
+        self._told = clusters
 
     def _expose(self) -> None:
         """The gauges of every worker, and those of no other."""

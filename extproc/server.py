@@ -12,6 +12,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from extproc import __version__, admin, wire
 from extproc.attempts import Prefiller
 from extproc.config import Address, Config
+from extproc.discovery.source import SourceError
 from extproc.dispatcher import Dispatcher, live_decode_worker
 from extproc.filter import Filter
 from extproc.fleet import Fleet
@@ -77,9 +78,12 @@ class Server:
             log=self._log,
             longest_request_s=_LONGEST_REQUEST_S,
         )
-        fleet = self._fleet = Fleet(
-            config, dispatcher, metrics=self._metrics, log=self._log, on_change=self._on_endpoint_change
-        )
+        try:
+            fleet = self._fleet = Fleet(
+                config, dispatcher, metrics=self._metrics, log=self._log, on_change=self._on_endpoint_change
+            )
+        except SourceError as error:
+            raise OSError(str(error)) from error
         self._expose_routing(router)
         releaser = Releaser(config.handoff, live_decode_worker(router), self._metrics, self._log)
         async with PrefillClient(config.prefill) as client, releaser:
@@ -206,6 +210,7 @@ class Server:
         async def finish() -> None:
             # Requests that Envoy sends before it has seen the health change are served like any other.
             await asyncio.sleep(drain.delay_s)
+            self._fleet.endpoints.close()  # or its streams, which never end, would be waited for
             await server.stop(drain.timeout_s)
 
         finished = asyncio.create_task(finish())

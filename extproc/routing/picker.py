@@ -25,6 +25,9 @@ _WARMEST = 3
 _PACKED_ITL_SHARE = 0.6
 """Of the ITL SLO: up to here streams keep together while prompts wait."""
 
+_WORTH_A_HIT = 0.1
+"""Share of a prompt that a worker must hold for the objective `prefix` to go there."""
+
 _SESSIONS = 100_000
 
 _GROUPS = 1_000
@@ -185,7 +188,11 @@ class Picker:
         if objective is Objective.LEAST_LOAD:
             return [min(able, key=lambda each: (costs.outstanding_tokens(each, now_s), each.prefill.turn))]
         if objective is Objective.PREFIX:
-            return [max(able, key=lambda each: (hits.of(each), -each.prefill.turn))]
+            warmest = max(able, key=lambda each: (hits.of(each), -each.prefill.turn))
+            # A system prompt that everybody shares would bring everything to the one that saw it first.
+            if hits.of(warmest) < _WORTH_A_HIT * job.tokens:
+                return [min(able, key=lambda each: each.prefill.turn)]
+            return [warmest]
         idlest = nsmallest(_IDLEST, able, key=lambda each: (costs.backlog_s(each, now_s), each.prefill.turn))
         return _with_warmest(idlest, able, hits)
 

@@ -538,6 +538,12 @@ class Router:
         )
         _give_back(ticket.prefill_claim, now_s)
         self._claim_prefill(ticket, prefill, chosen, now_s)
+        for address in exclude:
+            failed = self.pool.get(address)
+            if failed is not None:
+                # Its turn is over too, or it would be the one that waits longest for the next request, and fail it again.
+                self._turn += 1
+                failed.prefill.turn = self._turn
         if ticket.decision is not None:
             ticket.decision.prefill, ticket.decision.reason, ticket.decision.terms = prefill.address, "retry", terms
         return prefill
