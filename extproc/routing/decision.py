@@ -57,7 +57,7 @@ class Decision(msgspec.Struct, kw_only=True):
     policy: str
     objective: str
     reason: str
-    """`cost`, `policy`, `threshold`, `cannot_hand_over`, `late`, `cached`, `no_prefill_worker`, `retry`."""
+    """`cost`, `policy`, `threshold`, `cannot_hand_over`, `late`, `spare`, `retry`."""
     prefill: str | None
     decode: str
     prompt_tokens: int

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
-from contextlib import suppress
 from enum import Enum
 
 from extproc.routing import health
 from extproc.routing.cost import Costs
 from extproc.routing.decision import Candidate, Decision
-from extproc.routing.job import Job, Late, Mode
+from extproc.routing.job import Job, Late, Mode, Objective
 from extproc.routing.load import Load
 from extproc.routing.picker import FullError, Hits, NoEndpointError, Picker, decision, worth_a_handoff
 from extproc.routing.pool import Claim, Endpoint, Pool, Role
@@ -26,6 +25,12 @@ _TICK_S = 0.2
 """While prompts wait, the queue is looked at so often, whatever happens: reports grow stale, pauses of workers end."""
 
 _RETRY_AFTER_MAX_S = 60.0
+
+_HOLD = {Objective.BALANCED: 1.0, Objective.TTFT: 0.0, Objective.THROUGHPUT: 10.0}
+"""How much of `hold` counts for a prompt that waits, by objective."""
+
+_WEIGHED = frozenset(_HOLD)
+"""The other objectives do not look at what a prompt costs where, so there is nothing to wait for: they are sent at once."""
 
 _LATE_LOOKED_AT = 32
 """Late prompts for which a spare decode worker is looked for, at a time."""
@@ -67,6 +72,7 @@ class Ticket:
         "prefill_claim",
         "sent_s",
         "state",
+        "undecided",
         "waiting",
         "whole_reason",
     )
@@ -85,6 +91,9 @@ class Ticket:
         self.sent_s = 0.0
         self.waiting: Waiting | None = None
         self.whole_reason: str | None = None
+        """Why a decode worker does it all; None for a handoff."""
+        self.undecided = False
+        """Whether that is still open, because every decode worker was full."""
         self.candidates: list[Candidate] = []
         self._hits: Hits | None = None
 
@@ -178,9 +187,12 @@ class Router:
         return ticket
 
     def _decide(self, ticket: Ticket, now_s: float) -> None:
-        held = ticket.job.aims.held and self.settings.dispatch == "queue"
-        with suppress(FullError):  # else it is decided when there is room
+        aims = ticket.job.aims
+        held = aims.held and self.settings.dispatch == "queue" and aims.objective in _WEIGHED
+        try:
             ticket.whole_reason = self._whole_reason(ticket, now_s, held=held)
+        except FullError:
+            ticket.undecided = True  # until there is room
         if held:
             self._enqueue(ticket, now_s)
         elif ticket.whole_reason is not None:
@@ -201,12 +213,20 @@ class Router:
             return None
         hits = self._hits(ticket)
         whole = self.picker.whole(job, hits, now_s, admit=held)
+        if self._only_itself(job):
+            return "cost"
         apart = self.picker.apart(job, hits, now_s, admit=held)
         wait_s = self._wait_s(job) if held else 0.0
         ticket.candidates = apart + whole
         if worth_a_handoff(aims, apart, whole, job.tokens, wait_s) is not None:
             return None
         return "threshold" if aims.threshold_uncached_tokens is not None else "cost"
+
+    def _only_itself(self, job: Job) -> bool:
+        """Whether all that could be handed over would be from a worker to itself."""
+        prefills = self.picker.group(Role.PREFILL, job.model, job.aims.prefill_labels)
+        decodes = self.picker.group(Role.DECODE, job.model, job.aims.decode_labels)
+        return len(prefills) == len(decodes) == 1 and prefills[0] is decodes[0]
 
     def _wait_s(self, job: Job) -> float:
         """Expected in our queue."""
@@ -356,6 +376,9 @@ class Router:
         """Where it is best off; None if nobody can take it now. Workers that are gone show when it is placed."""
         job = ticket.job
         try:
+            if ticket.undecided:
+                ticket.whole_reason = self._whole_reason(ticket, now_s, held=True)
+                ticket.undecided = False
             if ticket.whole_reason is not None:
                 best = self.picker.whole(job, self._hits(ticket), now_s)[0]
                 endpoint = self.pool.get(best.decode)
@@ -367,7 +390,7 @@ class Router:
             return None
         except FullError:
             return None
-        costs, hold = self.costs, self.settings.hold
+        costs, hold = self.costs, self.settings.hold * _HOLD[job.aims.objective]
         after_s = job.tokens * view.transfer_s_per_token + self.settings.handoff_overhead_s
         hits = self._hits(ticket).tokens
         best_score = soonest_s = math.inf
