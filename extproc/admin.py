@@ -9,7 +9,7 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from extproc.config import Address
-from extproc.dispatcher import Dispatcher
+from extproc.debug import Debug
 from extproc.observe.metrics import Metrics
 
 
@@ -17,7 +17,7 @@ async def start(
     address: Address,
     metrics: Metrics,
     status: Callable[[], tuple[bool, dict[str, object]]],
-    dispatcher: Dispatcher,
+    debug: Debug,
 ) -> web.AppRunner:
     """Serve until the runner's ``cleanup()``. ``status`` says (ready, what to show). Raises OSError if the port is busy."""
 
@@ -28,21 +28,9 @@ async def start(
         ready, details = status()
         return web.json_response({"ready": ready, **details}, status=200 if ready else 503)
 
-    async def show_decisions(_: web.Request) -> web.Response:
-        return web.json_response(dispatcher.decisions())
-
-    async def show_snapshot(_: web.Request) -> web.Response:
-        return web.json_response(dispatcher.snapshot())
-
     app = web.Application()
-    app.add_routes(
-        [
-            web.get("/metrics", show_metrics),
-            web.get("/healthz", show_health),
-            web.get("/debug/decisions", show_decisions),
-            web.get("/debug/snapshot", show_snapshot),
-        ]
-    )
+    app.add_routes([web.get("/metrics", show_metrics), web.get("/healthz", show_health)])
+    app.add_subapp("/debug", debug.application())
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     site = web.UnixSite(runner, address.path) if address.path else web.TCPSite(runner, address.host.strip("[]"), address.port)

@@ -230,6 +230,53 @@ def replay(
     )
 
 
+@app.command(
+    epilog="Examples:  baton explain request.json  ·  baton explain request.json --header x-tier=gold --json  ·  "
+    "baton explain --save-snapshot then.json  ·  baton explain request.json --snapshot then.json --config baton.yaml",
+)
+def explain(
+    request: Annotated[str | None, typer.Argument(help="File with the request's JSON body; - for standard input.")] = None,
+    path: Annotated[str | None, typer.Option(help="Path of the request. Without it, by the body: chat or completions.")] = None,
+    header: Annotated[list[str] | None, typer.Option(help="Header of the request, name=value; may come several times.")] = None,
+    admin: Annotated[
+        str | None, typer.Option(help="Admin port of a running filter.", show_default="http://127.0.0.1:9003")
+    ] = None,
+    snapshot: Annotated[Path | None, typer.Option(help="Ask a stored snapshot instead, under --config.")] = None,
+    config: Annotated[Path | None, typer.Option("--config", "-c", help="Configuration file, with --snapshot.")] = None,
+    save_snapshot: Annotated[Path | None, typer.Option(help="Store what the running filter knows in this file.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Show which workers a request would get, and why not others. Nothing is sent to a worker, and nothing changes."""
+    from extproc import explain_command as command
+
+    filter_ = admin or "http://127.0.0.1:9003"
+    try:
+        if snapshot is not None and (admin is not None or save_snapshot is not None):
+            raise command.CommandError("--snapshot asks no filter: neither --admin nor --save-snapshot goes with it")
+        if (snapshot is None) != (config is None):
+            raise command.CommandError("--snapshot and --config go together: a running filter has its own configuration")
+        if request is None and save_snapshot is None:
+            raise command.CommandError("which request? Name a file with its JSON body, or - for standard input")
+        if save_snapshot is not None:
+            save_snapshot.write_bytes(command.fetch_snapshot(filter_))
+            typer.echo(f"wrote {save_snapshot}", err=True)
+        if request is None:
+            return
+        body = sys.stdin.buffer.read() if request == "-" else Path(request).read_bytes()
+        source = "standard input" if request == "-" else request
+        question = command.question(body, source=source, path=path, headers=header or ())
+        if snapshot is not None and config is not None:
+            report = command.ask_snapshot(snapshot, _load(config), question)
+        else:
+            report = command.ask_filter(filter_, question)
+    except (command.CommandError, OSError) as error:
+        raise _fail(str(error)) from None
+    if json:
+        typer.echo(command.as_json(report))
+        return
+    Console(width=max(Console().width, 160), highlight=False).print(command.as_table(report))
+
+
 def main() -> None:
     """Entry point of the command."""
     app()

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -18,14 +19,13 @@ from extproc.errors import ApiError
 from extproc.models import unknown_model_message
 from extproc.observe.logs import Logger
 from extproc.observe.metrics import Metrics
-from extproc.routing import snapshot
 from extproc.routing.job import Job
 from extproc.routing.load import Load
 from extproc.routing.picker import FullError, NoEndpointError
 from extproc.routing.pool import Endpoint, Role
 from extproc.routing.router import RejectedError, Router, State, Ticket
 
-_REMEMBERED = 200
+REMEMBERED = 200
 """Decisions that `/debug/decisions` shows."""
 
 _CODES = {
@@ -60,7 +60,7 @@ class Dispatcher:
         self._longest_s = longest_request_s
         self._waiting: dict[Ticket, asyncio.Future[None]] = {}
         self._timer: asyncio.TimerHandle | None = None
-        self._decisions: deque[dict[str, Any]] = deque(maxlen=_REMEMBERED)
+        self._decisions: deque[dict[str, Any]] = deque(maxlen=REMEMBERED)
         self._engines: dict[str, str] = {}
         self._panics = 0
 
@@ -97,16 +97,7 @@ class Dispatcher:
 
     def as_api_error(self, error: Exception) -> ApiError:
         """What the client is told."""
-        if isinstance(error, RejectedError):
-            code = _CODES[error.reason]
-            return ApiError(code, str(error), retry_after_s=error.retry_after_s if code != "prefill_timeout" else None)
-        if isinstance(error, NoEndpointError):
-            if error.model is not None:
-                known = self.router.pool.models()
-                return ApiError("model_not_found", unknown_model_message(error.model, known), param="model")
-            return ApiError(f"no_{error.role.value}_worker", str(error))
-        assert isinstance(error, FullError)
-        return ApiError("no_decode_worker", "every decode worker runs all the sequences that it can")
+        return as_api_error(error, self.router.pool.models())
 
     def _count_rejected(self, error: Exception) -> None:
         reason = error.reason if isinstance(error, RejectedError) else "no_endpoint"
@@ -202,13 +193,26 @@ class Dispatcher:
 
     # -- for people --------------------------------------------------------------------------------------------------------
 
-    def decisions(self) -> list[dict[str, Any]]:
+    def decisions(self, last: int = REMEMBERED) -> list[dict[str, Any]]:
         """The last decisions, the newest first, ready for JSON."""
-        return [msgspec.to_builtins(each) for each in reversed(self._decisions)]
+        return [msgspec.to_builtins(each) for each in islice(reversed(self._decisions), last)]
 
-    def snapshot(self) -> dict[str, Any]:
-        """What the decision knows, ready for JSON; `baton explain` reads it."""
-        return snapshot.take(self.router, self._clock())
+    def now_s(self) -> float:
+        """On the clock of the decisions."""
+        return self._clock()
+
+
+def as_api_error(error: Exception, known_models: Iterable[str]) -> ApiError:
+    """What the client is told of an error of the router. ``known_models``: those that live workers serve."""
+    if isinstance(error, RejectedError):
+        code = _CODES[error.reason]
+        return ApiError(code, str(error), retry_after_s=error.retry_after_s if code != "prefill_timeout" else None)
+    if isinstance(error, NoEndpointError):
+        if error.model is not None:
+            return ApiError("model_not_found", unknown_model_message(error.model, known_models), param="model")
+        return ApiError(f"no_{error.role.value}_worker", str(error))
+    assert isinstance(error, FullError)
+    return ApiError("no_decode_worker", "every decode worker runs all the sequences that it can")
 
 
 def live_decode_worker(router: Router) -> Callable[[Collection[str]], str | None]:

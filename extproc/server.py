@@ -12,8 +12,10 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from extproc import __version__, admin, wire
 from extproc.attempts import Prefiller
 from extproc.config import Address, Config
+from extproc.debug import Debug
 from extproc.discovery.source import SourceError
 from extproc.dispatcher import Dispatcher, live_decode_worker
+from extproc.explain import Explainer
 from extproc.filter import Filter
 from extproc.fleet import Fleet
 from extproc.handoff.choose import connector as choose_connector
@@ -96,6 +98,7 @@ class Server:
                 metrics=self._metrics,
                 log=self._log,
             )
+            bytes_per_token = BytesPerToken()
             filter_ = Filter(
                 Parts(
                     config=config,
@@ -104,7 +107,7 @@ class Server:
                     policies=Policies(config.policies),
                     names=Names(config.models),
                     prompts=PromptSettings(block_tokens=config.routing.block_tokens),
-                    bytes_per_token=BytesPerToken(),
+                    bytes_per_token=bytes_per_token,
                     connector=connector,
                     prefiller=prefiller,
                     releaser=releaser,
@@ -116,7 +119,8 @@ class Server:
             background = [asyncio.create_task(part.run()) for part in (fleet, dispatcher, pulse)]
             await fleet.first_look()
             server = await self._start_grpc(filter_)
-            runner = await admin.start(Address.parse(config.admin), self._metrics, self._status, dispatcher)
+            debug = Debug(dispatcher, Explainer(config), bytes_per_token, max_body_bytes=config.limits.max_body_bytes)
+            runner = await admin.start(Address.parse(config.admin), self._metrics, self._status, debug)
             self._log.info(
                 "serving", version=__version__, listen=config.listen, admin=config.admin, prefill_via=config.prefill.via
             )

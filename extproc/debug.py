@@ -1,0 +1,93 @@
+"""``/debug/…`` of the admin port, for people who ask why a decision came out as it did. Nothing here changes anything."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import msgspec
+from aiohttp import web
+
+from extproc.dispatcher import REMEMBERED, Dispatcher
+from extproc.errors import ApiError
+from extproc.explain import Explainer, Question, Report, snapshot_of
+from extproc.prompt import BytesPerToken
+from extproc.routing.snapshot import INDEX_BLOCKS
+
+ENVELOPE_BYTES = 64 << 10
+"""What a question may have beside the request's body: its path and headers."""
+
+
+class Debug:
+    """One a process."""
+
+    def __init__(
+        self, dispatcher: Dispatcher, explainer: Explainer, bytes_per_token: BytesPerToken, *, max_body_bytes: int
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._explainer = explainer
+        self._bytes_per_token = bytes_per_token
+        self._max_bytes = max_body_bytes + ENVELOPE_BYTES
+        self._one_at_a_time = asyncio.Lock()
+        """Bodies are large: who asks many questions at once waits, with the bodies still in the sockets."""
+
+    def application(self) -> web.Application:
+        """To be mounted at ``/debug``."""
+        app = web.Application(client_max_size=self._max_bytes)
+        app.add_routes(
+            [
+                web.get("/decisions", self._decisions),
+                web.get("/snapshot", self._snapshot),
+                web.post("/explain", self._explain),
+            ]
+        )
+        return app
+
+    async def _decisions(self, request: web.Request) -> web.Response:
+        text = request.query.get("last", str(REMEMBERED))
+        if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= REMEMBERED):
+            return _refused(400, "bad_query", f"last: {text[:64]!r} is not a number from 1 to {REMEMBERED}")
+        return _json(self._dispatcher.decisions(int(text)))
+
+    async def _snapshot(self, request: web.Request) -> web.Response:
+        wanted = request.query.get("index", "0")
+        if wanted not in ("0", "1"):
+            return _refused(400, "bad_query", f"index: {wanted[:64]!r} is neither 0 nor 1")
+        saved = snapshot_of(
+            self._dispatcher.router,
+            self._dispatcher.now_s(),
+            time.time(),
+            self._bytes_per_token,
+            index_blocks=INDEX_BLOCKS if wanted == "1" else 0,
+        )
+        # Megabytes with an index: not on the loop.
+        return _json_bytes(await asyncio.to_thread(msgspec.json.encode, saved))
+
+    async def _explain(self, request: web.Request) -> web.Response:
+        async with self._one_at_a_time:
+            try:
+                return _json(await self._report(await request.read()))
+            except web.HTTPRequestEntityTooLarge:
+                return _refused(413, "request_too_large", f"the question is over {self._max_bytes} bytes")
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+                return _refused(400, "bad_question", f"not {{path, headers, body}}: {error}")
+            except ApiError as error:
+                return _json_bytes(error.openai_body(), status=400)
+
+    async def _report(self, text: bytes) -> Report:
+        question = msgspec.json.decode(text, type=Question)
+        # Parsing and hashing a long prompt takes a while.
+        read = await asyncio.to_thread(self._explainer.read, question, self._bytes_per_token)
+        return self._explainer.by_router(read, self._dispatcher.router, self._dispatcher.now_s())
+
+
+def _json(value: object) -> web.Response:
+    return _json_bytes(msgspec.json.encode(value))
+
+
+def _json_bytes(body: bytes, status: int = 200) -> web.Response:
+    return web.Response(body=body, status=status, content_type="application/json")
+
+
+def _refused(status: int, code: str, message: str) -> web.Response:
+    return _json_bytes(msgspec.json.encode({"error": {"message": message, "code": code}}), status)

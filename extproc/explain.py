@@ -1,0 +1,293 @@
+"""A request that is not served but explained: its policy, its model, its prompt, and what would be decided for it.
+
+Nothing is counted, placed or remembered. The filter answers with this at ``POST /debug/explain``; ``baton explain --snapshot``
+works it out by itself, from what a filter knew (``GET /debug/snapshot``) and the configuration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from extproc.config import Config
+from extproc.dispatcher import as_api_error
+from extproc.errors import ApiError
+from extproc.handoff.choose import connector as choose_connector
+from extproc.inference import InferenceRequest, parse
+from extproc.models import Names
+from extproc.paths import treatment
+from extproc.policy import Facts, Policies, Policy, Resolved
+from extproc.policy_config import Match, PolicyRule
+from extproc.prompt import DEFAULT_BYTES_PER_TOKEN, BytesPerToken, Prompt, PromptSettings, read_prompt
+from extproc.routing.explain import Explanation, explain, explain_snapshot
+from extproc.routing.job import Job
+from extproc.routing.router import Router
+from extproc.routing.snapshot import Snapshot, take
+
+_NO_MATCH = Policy()
+_MOST_MODELS = 1_000
+
+
+class Question(msgspec.Struct, frozen=True, kw_only=True):
+    """A request, as ``POST /debug/explain`` takes it."""
+
+    path: str | None = None
+    """None: by what is in the body, ``messages`` or ``prompt``."""
+    headers: dict[str, str] = {}
+    body: msgspec.Raw
+    """A JSON object; its bytes count, not only its values."""
+
+
+class PolicyShown(msgspec.Struct, frozen=True, kw_only=True):
+    """Which policy holds."""
+
+    name: str
+    why: str
+    passed_over: dict[str, list[str]] = {}
+    """Policies before it -> the conditions that did not hold."""
+    mode: str
+    objective: str
+    dispatch: str
+    ignored_overrides: list[str] = []
+    """Of the client's `x-baton-…` headers, those that the policy does not allow."""
+
+
+class PromptShown(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of the prompt."""
+
+    tokens: int
+    exact: bool
+    """False: estimated from its bytes."""
+    blocks: int
+    """Of the prefix index."""
+
+
+class ErrorShown(msgspec.Struct, frozen=True, kw_only=True):
+    """What the client would be told."""
+
+    status: int
+    code: str
+    message: str
+    retry_after_s: float | None = None
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to a :class:`Question`."""
+
+    path: str
+    model_asked: str
+    model: str
+    """That workers are asked for, after aliases."""
+    policy: PolicyShown
+    prompt: PromptShown
+    whole_reason: str | None = None
+    """Why it cannot be handed over whatever the costs; None: it can."""
+    decision: Explanation
+    error: ErrorShown | None = None
+    notes: list[str] = []
+
+
+class SavedSnapshot(Snapshot, frozen=True, kw_only=True):
+    """What ``GET /debug/snapshot`` answers: what the router knows, and what prompts are read with."""
+
+    time: float
+    """Unix time."""
+    bytes_per_token: Mapping[str, float] = msgspec.field(default_factory=dict)
+    """Learned, by model."""
+
+
+class _Known(msgspec.Struct, frozen=True):
+    """Bytes a token, from a snapshot."""
+
+    models: Mapping[str, float]
+
+    def of(self, model: str) -> float:
+        return self.models.get(model, DEFAULT_BYTES_PER_TOKEN)
+
+
+class Read(msgspec.Struct, frozen=True, kw_only=True):
+    """A question that was read, on a clock that stands at 0 when it came."""
+
+    job: Job
+    path: str
+    model_asked: str
+    resolved: Resolved
+    prompt: Prompt
+    whole_reason: str | None
+    passed_over: dict[str, list[str]]
+    fallback: bool
+    """A decode worker may do it all when there is no prefill worker."""
+
+
+class Explainer:
+    """Explains requests under one configuration."""
+
+    def __init__(self, config: Config, *, block_tokens: int | None = None) -> None:
+        """``block_tokens`` of the prefix index, if it is not that of the configuration."""
+        self._config = config
+        self._policies = Policies(config.policies)
+        self._alone = [(rule, Policies([rule], default=_NO_MATCH)) for rule in config.policies]
+        self._names = Names(config.models)
+        self._prompts = PromptSettings(block_tokens=block_tokens or config.routing.block_tokens)
+        self._apis = choose_connector(config.handoff).apis
+
+    def read(self, question: Question, bytes_per_token: BytesPerToken | _Known, request_id: str = "") -> Read:
+        """A question -> what is asked of the router, as the filter reads it. Raises ApiError.
+
+        ``request_id`` draws between the models of a canary where nothing else does.
+        """
+        body = bytes(question.body)
+        headers = {name.lower(): value for name, value in question.headers.items()}
+        path = (question.path or _path_of(body)).partition("?")[0]
+        how = treatment("POST", path)
+        if not how.apart:
+            raise ApiError("not_found", f"{path} takes no prompt: there is no decision to explain")
+        request = parse(body, how)
+        asked = request.model()
+        prompt = self._prompt(request, asked, bytes_per_token)
+        resolved = self._policies.resolve(headers, path, asked, prompt.tokens)
+        model = self._names.resolve(asked, resolved.affinity or request_id)
+        if model != asked:
+            request = request.with_model(model)
+            prompt = self._prompt(request, model, bytes_per_token)
+        whole_reason = request.whole_reason()
+        if whole_reason is None and request.treatment not in self._apis:
+            whole_reason = "connector"
+        failure = resolved.policy.on_prefill_failure
+        return Read(
+            job=Job(
+                model=model,
+                chain=prompt.chain,
+                tokens=max(prompt.tokens, 1),
+                aims=resolved.aims,
+                arrived_s=0.0,
+                deadline_s=self._config.prefill.timeout_s,
+                tenant=resolved.tenant,
+                session=resolved.session,
+                answer_tokens=request.answer_tokens(),
+                size_bytes=len(body),
+                handoff=whole_reason is None,
+            ),
+            path=path,
+            model_asked=asked,
+            resolved=resolved,
+            prompt=prompt,
+            whole_reason=whole_reason,
+            passed_over=self._passed_over(Facts(headers, path, asked, prompt.tokens)),
+            fallback=failure == "aggregate" or (failure is None and self._config.prefill.fallback == "aggregate"),
+        )
+
+    def by_router(self, read: Read, router: Router, now_s: float) -> Report:
+        """What ``router`` would do. It stays as it is."""
+
+        def ask(job: Job) -> Explanation:
+            timed = msgspec.structs.replace(job, arrived_s=now_s, deadline_s=now_s + job.deadline_s)
+            return explain(router, timed, now_s)
+
+        return self._report(read, ask(read.job), ask, list(router.pool.models()))
+
+    def by_snapshot(self, question: Question, saved: SavedSnapshot) -> Report:
+        """What the router would have done that the snapshot is of. Raises ApiError, and ValueError for a bad snapshot."""
+        read = self.read(question, _Known(saved.bytes_per_token))
+        known = [model for endpoint in saved.endpoints if endpoint.live for model in endpoint.models or ()]
+        report = self._report(read, explain_snapshot(saved, read.job), lambda job: explain_snapshot(saved, job), known)
+        notes = list(report.notes)
+        if saved.index is None:
+            notes.append("the snapshot is without a prefix index: nothing counts as cached")
+        notes += [f"{count:,} entries are not in the snapshot: {what}" for what, count in saved.cut.items()]
+        return msgspec.structs.replace(report, notes=notes)
+
+    def _prompt(self, request: InferenceRequest, model: str, bytes_per_token: BytesPerToken | _Known) -> Prompt:
+        return read_prompt(request, self._prompts, model=model, bytes_per_token=bytes_per_token.of(model))
+
+    def _passed_over(self, facts: Facts) -> dict[str, list[str]]:
+        found: dict[str, list[str]] = {}
+        for rule, alone in self._alone:
+            if alone.match(facts) is not _NO_MATCH:
+                break
+            found[rule.name] = [text for text, one in _conditions(rule) if Policies([one], _NO_MATCH).match(facts) is _NO_MATCH]
+        return found
+
+    def _report(self, read: Read, decision: Explanation, ask: Callable[[Job], Explanation], known_models: list[str]) -> Report:
+        notes = []
+        refusal = decision.refusal
+        if refusal is not None and read.fallback:
+            error = as_api_error(refusal.error(), known_models)
+            if error.code == "no_prefill_worker":
+                notes.append("there is no prefill worker, and the policy then lets a decode worker do it all")
+                decision = ask(msgspec.structs.replace(read.job, handoff=False))
+                refusal = decision.refusal
+        shown = None
+        if refusal is not None:
+            error = as_api_error(refusal.error(), known_models)
+            shown = ErrorShown(status=error.status, code=error.code, message=error.message, retry_after_s=error.retry_after_s)
+        aliases = self._config.models.aliases.get(read.model_asked)
+        if isinstance(aliases, list) and len(aliases) > 1 and not read.resolved.affinity:
+            notes.append("each request draws its model: there is no session and no tenant that it could go by")
+        aims = read.resolved.aims
+        return Report(
+            path=read.path,
+            model_asked=read.model_asked,
+            model=read.job.model or "",
+            policy=PolicyShown(
+                name=aims.policy,
+                why=self._why(len(read.passed_over)),
+                passed_over=read.passed_over,
+                mode=aims.mode.value,
+                objective=aims.objective.value,
+                dispatch="queue" if aims.held else "immediate",
+                ignored_overrides=list(read.resolved.ignored_overrides),
+            ),
+            prompt=PromptShown(tokens=read.job.tokens, exact=read.prompt.exact, blocks=len(read.prompt.chain.hashes)),
+            whole_reason=read.whole_reason,
+            decision=decision,
+            error=shown,
+            notes=notes,
+        )
+
+    def _why(self, passed_over: int) -> str:
+        rules = self._config.policies
+        if passed_over >= len(rules):
+            return "no policy matches: the defaults hold" if rules else "there are no policies: the defaults hold"
+        conditions = [text for text, _ in _conditions(rules[passed_over])]
+        return "; ".join(conditions) if conditions else "it takes every request that comes to it"
+
+
+def snapshot_of(
+    router: Router, now_s: float, time: float, bytes_per_token: BytesPerToken, *, index_blocks: int
+) -> SavedSnapshot:
+    """What ``GET /debug/snapshot`` answers."""
+    taken = take(router, now_s, index_blocks=index_blocks)
+    models = {model for endpoint in taken.endpoints for model in endpoint.models or endpoint.spec.models or ()}
+    learned = {model: bytes_per_token.of(model) for model in sorted(models)[:_MOST_MODELS]}
+    return SavedSnapshot(**msgspec.structs.asdict(taken), time=time, bytes_per_token=learned)
+
+
+def _path_of(body: bytes) -> str:
+    try:
+        keys = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    except msgspec.MsgspecError:
+        return "/v1/chat/completions"  # which says what is wrong with it
+    return "/v1/completions" if "prompt" in keys and "messages" not in keys else "/v1/chat/completions"
+
+
+def _conditions(rule: PolicyRule) -> list[tuple[str, PolicyRule]]:
+    """Each condition of a rule, in words, and a rule that has no other."""
+    match = rule.match
+    found: list[tuple[str, Match]] = []
+    for name, how in match.headers.items():
+        [(verb, value)] = [(key, value) for key, value in msgspec.structs.asdict(how).items() if value is not None]
+        words = f"{'is there' if value else 'is not there'}" if verb == "present" else f"{verb} {value!r}"
+        found.append((f"header {name} {words}", Match(headers={name: how})))
+    if match.path is not None:
+        words = f"is {match.path.exact}" if match.path.exact is not None else f"begins with {match.path.prefix}"
+        found.append((f"path {words}", Match(path=match.path)))
+    if match.model is not None:
+        names = match.model if isinstance(match.model, str) else ", ".join(match.model)
+        found.append((f"model {names}", Match(model=match.model)))
+    if match.prompt_tokens is not None:
+        low, high = match.prompt_tokens.min, match.prompt_tokens.max
+        words = f"from {low or 0:,}" + (f" to {high:,}" if high is not None else "") + " tokens"
+        found.append((f"prompt {words}", Match(prompt_tokens=match.prompt_tokens)))
+    return [(text, PolicyRule(name=rule.name, match=one)) for text, one in found]
