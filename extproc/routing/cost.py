@@ -18,6 +18,10 @@ ANSWER_TOKENS = 256
 """Length of an answer whose request does not cap it; a cap above it is rarely reached."""
 
 
+Loaded = tuple[float, int, int, Endpoint]
+"""How much a worker has to do, when its turn was, its place in the pool (so that no two are equal), and itself."""
+
+
 class Costs:
     """What is known about the speed of workers, and the arithmetic on it."""
 
@@ -125,6 +129,40 @@ class Costs:
             return True
         size = endpoint.kv_tokens or self.settings.worker_kv_tokens
         return endpoint.decode.tokens + tokens > self.settings.kv_headroom * size
+
+    # -- the same of many: plain arithmetic without calls, because a thousand workers are looked at for every prompt --------
+
+    def with_backlog(self, endpoints: list[Endpoint], now_s: float) -> list[Loaded]:
+        """Prefill workers, each with its :meth:`backlog_s`."""
+        found: list[Loaded] = []
+        for position, endpoint in enumerate(endpoints):
+            leg = endpoint.prefill
+            if leg.external_requests:
+                backlog_s = self.backlog_s(endpoint, now_s)
+            elif leg.claims:
+                backlog_s = abs(leg.busy_until_s - now_s)
+            else:
+                backlog_s = 0.0
+            found.append((backlog_s, leg.turn, position, endpoint))
+        return found
+
+    def with_room(self, endpoints: list[Endpoint], tokens: int | None, now_s: float) -> list[Loaded]:
+        """Decode workers that are not :meth:`full` for ``tokens`` more, each with its :meth:`sequences`; None: all of them."""
+        settings = self.settings
+        fresh_s = now_s - settings.stale_s
+        found: list[Loaded] = []
+        for position, endpoint in enumerate(endpoints):
+            leg = endpoint.decode
+            sequences: float = len(leg.claims)
+            if leg.external_requests and leg.external_s >= fresh_s:
+                sequences += leg.external_requests
+            if tokens is not None and sequences >= 1:
+                if sequences >= (endpoint.max_seqs or settings.worker_max_seqs):
+                    continue
+                if leg.tokens + tokens > settings.kv_headroom * (endpoint.kv_tokens or settings.worker_kv_tokens):
+                    continue
+            found.append((sequences, leg.turn, position, endpoint))
+        return found
 
     # -- choices -----------------------------------------------------------------------------------------------------------
 

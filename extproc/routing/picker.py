@@ -11,8 +11,7 @@ from collections.abc import Collection, Mapping
 from heapq import nsmallest
 from typing import NamedTuple
 
-from extproc.routing import health
-from extproc.routing.cost import Costs
+from extproc.routing.cost import Costs, Loaded
 from extproc.routing.decision import Candidate, Decision
 from extproc.routing.job import Aims, Job, Mode, Objective
 from extproc.routing.pool import Endpoint, Pool, Role, matches
@@ -104,7 +103,11 @@ class Picker:
             group = [each for each in group if each.address not in exclude]
             if not group:
                 raise NoEndpointError(role)
-        good = [each for each in group if health.usable(each.leg(role), now_s)]
+        # health.usable() without a call: a thousand workers are looked at for every prompt.
+        if role is Role.PREFILL:
+            good = [each for each in group if each.prefill.blocked_until_s <= now_s]
+        else:
+            good = [each for each in group if each.decode.blocked_until_s <= now_s]
         if not good:
             self.panics += 1
             return group
@@ -131,36 +134,33 @@ class Picker:
         """
         aims, costs = job.aims, self._costs
         able = self.able(Role.DECODE, job.model, aims.decode_labels, now_s, exclude)
-        need = job.tokens + costs.answer_tokens(job)
-        room = [each for each in able if not costs.full(each, need, now_s)]
+        room = costs.with_room(able, job.tokens + costs.answer_tokens(job), now_s)
         if not room:
             if admit:
                 raise FullError
-            room = able
+            room = costs.with_room(able, None, now_s)
         home = self._sessions.get(job.session) if job.session else None
         if home is not None:
-            at_home = [each for each in room if each.address == home]
+            at_home = [each for *_, each in room if each.address == home]
             if at_home:
                 return at_home
         if aims.objective is Objective.RANDOM:
-            return [self._random.choice(room)]
+            return [self._random.choice(room)[-1]]
         if aims.objective is Objective.ROUND_ROBIN:
-            return [min(room, key=lambda each: each.decode.turn)]
+            return [min(room, key=_turn)[-1]]
         # A stream would stand still behind a prefill that the worker is at.
-        room = [each for each in room if each.prefill.busy_until_s <= now_s or Role.PREFILL in each.roles] or room
+        room = [each for each in room if each[-1].prefill.busy_until_s <= now_s or Role.PREFILL in each[-1].roles] or room
         if aims.itl_slo_s is not None:
-            slo_s = aims.itl_slo_s
-            quick = [each for each in room if costs.decode_rate(each).itl_s(costs.sequences(each, now_s) + 1) <= slo_s]
-            room = quick or room
+            itls_s = [costs.decode_rate(each).itl_s(sequences + 1) for sequences, _, _, each in room]
             if crowded:
-                close_s = _PACKED_ITL_SHARE * slo_s
-                packed = [each for each in room if costs.decode_rate(each).itl_s(costs.sequences(each, now_s) + 1) <= close_s]
+                close_s = _PACKED_ITL_SHARE * aims.itl_slo_s
+                packed = [each for each, itl_s in zip(room, itls_s, strict=True) if itl_s <= close_s]
                 if packed:
-                    return [max(packed, key=lambda each: costs.sequences(each, now_s))]
-        idlest = nsmallest(_IDLEST, room, key=lambda each: (costs.sequences(each, now_s), each.decode.turn))
+                    return [max(packed, key=_load)[-1]]
+            room = [each for each, itl_s in zip(room, itls_s, strict=True) if itl_s <= aims.itl_slo_s] or room
         if aims.objective is Objective.LEAST_LOAD:
-            return idlest[:1]
-        return _with_warmest(idlest, room, hits)
+            return [min(room)[-1]]
+        return _idlest_and_warmest(room, hits)
 
     def decode(self, job: Job, prefill: Endpoint, hits: Hits, now_s: float, *, crowded: bool = False) -> Candidate:
         """The best decode worker for a prompt that ``prefill`` computes. Raises NoEndpointError, FullError."""
@@ -193,8 +193,7 @@ class Picker:
             if hits.of(warmest) < _WORTH_A_HIT * job.tokens:
                 return [min(able, key=lambda each: each.prefill.turn)]
             return [warmest]
-        idlest = nsmallest(_IDLEST, able, key=lambda each: (costs.backlog_s(each, now_s), each.prefill.turn))
-        return _with_warmest(idlest, able, hits)
+        return _idlest_and_warmest(costs.with_backlog(able, now_s), hits)
 
     # -- both --------------------------------------------------------------------------------------------------------------
 
@@ -299,10 +298,23 @@ def _cost(candidate: Candidate) -> float:
     return candidate.cost
 
 
-def _with_warmest(idlest: list[Endpoint], able: list[Endpoint], hits: Hits) -> list[Endpoint]:
-    if not hits.tokens:
+def _load(loaded: Loaded) -> float:
+    return loaded[0]
+
+
+def _turn(loaded: Loaded) -> int:
+    return loaded[1]
+
+
+def _idlest_and_warmest(room: list[Loaded], hits: Hits) -> list[Endpoint]:
+    """Those with the least to do, and of the others those that hold most of the prompt."""
+    idlest = [endpoint for *_, endpoint in nsmallest(_IDLEST, room)]
+    held = hits.tokens
+    if not held:
         return idlest
-    warm = [each for each in able if each.address in hits.tokens and each not in idlest]
-    if len(warm) > _WARMEST:
-        warm = nsmallest(_WARMEST, warm, key=lambda each: -hits.of(each))
-    return idlest + warm
+    warm = [
+        (-held[endpoint.address], position, endpoint)
+        for _, _, position, endpoint in room
+        if endpoint.address in held and endpoint not in idlest
+    ]
+    return idlest + [endpoint for *_, endpoint in nsmallest(_WARMEST, warm)]
