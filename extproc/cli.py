@@ -100,22 +100,39 @@ def serve(config: ConfigOption = Path("baton.yaml")) -> None:
     settings = _load(config)
     try:
         server.run(settings, make_logger(settings.log_level))
-    except OSError as error:
+    except (OSError, ConfigError) as error:
         raise _fail(str(error)) from None
 
 
 @app.command(epilog="Example:  baton check --config baton.yaml")
 def check(config: ConfigOption = Path("baton.yaml")) -> None:
     """Read a configuration file and show what it means; exit 1 if it cannot be used."""
+    from extproc.kv import routing_of
+
     settings = _load(config)
+    try:
+        sizes = routing_of(settings).kv_bytes_by_model
+    except ConfigError as error:
+        raise _fail(f"{config}: {error}") from None
+    workers = settings.workers
     table = Table("setting", "value", box=None, pad_edge=False)
-    table.add_row("prefill workers", "\n".join(settings.workers.prefill_addresses))
-    table.add_row("decode workers", "\n".join(settings.workers.decode_addresses))
+    table.add_row("prefill workers", "\n".join(workers.prefill_addresses))
+    table.add_row("decode workers", "\n".join(workers.decode_addresses))
+    for source in (workers.file, *(each.name or each.srv for each in workers.dns)):
+        if source is not None:
+            table.add_row("more workers from", source)
     table.add_row("ext_proc listens on", settings.listen)
     table.add_row("prefill calls go", settings.prefill.via)
     table.add_row("admin", settings.admin)
     table.add_row("Envoy listens on", settings.envoy.listen)
     table.add_row("endpoint files", settings.envoy.eds_dir or "not written")
+    for rule in settings.policies:
+        slo = "" if rule.slo.ttft_s is None else f", TTFT within {rule.slo.ttft_s:g} s"
+        table.add_row(f"policy {rule.name}", f"{rule.mode.value}, {rule.objective.value}, {rule.dispatch}{slo}")
+    if not settings.policies:
+        table.add_row("policies", "none: what costs least, held in our queue")
+    for name, size_bytes in sizes.items():
+        table.add_row(f"KV cache of {name}", f"{size_bytes:,.0f} bytes a token")
     Console().print(table)
 
 

@@ -44,6 +44,11 @@ class Models(_Section, frozen=True, kw_only=True):
     aliases: dict[str, str | list[Target]] = {}
     """Name -> the model served in its place, or several with weights (a canary). The client reads that model's name in the
     answer. See [policies](policies.md)."""
+    configs: dict[str, str] = {}
+    """Name of a served model -> path of its `config.json`, which says how many bytes a token has in the KV cache, and so what a
+    handoff moves. A model without one has `routing.kv_bytes_by_model`, or `routing.kv_bytes_per_token`."""
+    kv_dtype: str = "auto"
+    """The engines' `--kv-cache-dtype`, for that: `auto` (the model's own), `fp8` and the like."""
 
     def __post_init__(self) -> None:
         """Raises ValueError."""

@@ -20,6 +20,7 @@ from extproc.filter import Filter
 from extproc.fleet import Fleet
 from extproc.handoff.choose import connector as choose_connector
 from extproc.journey import Parts
+from extproc.kv import routing_of
 from extproc.models import Names
 from extproc.observe.logs import Logger
 from extproc.observe.metrics import Metrics
@@ -73,7 +74,7 @@ class Server:
             loop.add_signal_handler(number, self._on_signal)
         pulse = Pulse()
         connector = choose_connector(config.handoff)
-        router = Router(self._pool, config.routing)
+        router = Router(self._pool, routing_of(config))
         dispatcher = Dispatcher(
             router,
             metrics=self._metrics,

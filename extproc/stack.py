@@ -12,6 +12,8 @@ from ruamel.yaml import YAML
 
 from extproc import envoy_yaml, xds
 from extproc.config import Config, Drain, Envoy, Handoff, Prefill, Workers
+from extproc.policy_config import PolicyRule
+from extproc.routing.job import Mode
 from workers.process import Child
 from workers.ready import PartError, check_alive
 
@@ -49,6 +51,8 @@ def stack_config(
         listen=f"unix:{run_dir}/extproc.sock",
         admin=admin,
         prefill=Prefill(via=f"unix:{run_dir}/prefill.sock"),
+        # The first question is a short one, which would not be worth a handoff; and it is there to show one.
+        policies=[PolicyRule(name="demo", mode=Mode.DISAGGREGATE)],
         handoff=Handoff(lease_s=lease_s),
         # Nobody rolls this out: when it is to stop, it stops.
         drain=Drain(delay_s=0, timeout_s=2.0),

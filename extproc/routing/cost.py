@@ -166,6 +166,13 @@ class Costs:
 
     # -- choices -----------------------------------------------------------------------------------------------------------
 
+    def kv_bytes_per_token(self, job: Job) -> float:
+        """Of the job's model."""
+        settings = self.settings
+        if not settings.kv_bytes_by_model or job.model is None:
+            return settings.kv_bytes_per_token
+        return settings.kv_bytes_by_model.get(job.model, settings.kv_bytes_per_token)
+
     def answer_tokens(self, job: Job) -> int:
         """Tokens that the answer is expected to have."""
         return min(job.answer_tokens, ANSWER_TOKENS * 4) if job.answer_tokens is not None else ANSWER_TOKENS
@@ -175,7 +182,7 @@ class Costs:
     ) -> Terms:
         """A handoff. ``cached_*`` are prompt tokens that the two hold."""
         uncached = max(job.tokens - cached_prefill, 1)
-        missing_bytes = max(job.tokens - cached_decode, 0) * self.settings.kv_bytes_per_token
+        missing_bytes = max(job.tokens - cached_decode, 0) * self.kv_bytes_per_token(job)
         terms = self._decoding(job, decode, now_s)
         terms.queue_prefill_s = self.backlog_s(prefill, now_s)
         terms.prefill_s = self.prefill_rate(prefill).seconds(uncached, cached_prefill)

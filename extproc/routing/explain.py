@@ -184,7 +184,7 @@ def _expected_wait_s(router: Router, job: Job) -> float:
 def _favoured(router: Router, job: Job, waiting: Ticket) -> Candidate | None:
     """Where a prompt that waits would go now if there were room."""
     ticket = Ticket(job)
-    ticket.whole_reason = waiting.whole_reason
+    ticket.whole_reason, ticket.undecided = waiting.whole_reason, waiting.undecided
     fit = router._weigh_ticket(ticket, 0.0)
     if fit is None:
         return None

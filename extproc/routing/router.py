@@ -391,7 +391,7 @@ class Router:
         except FullError:
             return None
         costs, hold = self.costs, self.settings.hold * _HOLD[job.aims.objective]
-        after_s = job.tokens * view.transfer_s_per_token + self.settings.handoff_overhead_s
+        after_s = job.tokens * costs.kv_bytes_per_token(job) * view.transfer_s_per_byte + self.settings.handoff_overhead_s
         hits = self._hits(ticket).tokens
         best_score = soonest_s = math.inf
         found: tuple[Endpoint, float, float, bool] | None = None
@@ -633,12 +633,12 @@ def _give_back(claim: Claim | None, now_s: float) -> None:
 class _View:
     """The workers of one kind of prompt, looked at once for all that wait, until something is placed."""
 
-    __slots__ = ("_costs", "_decodes", "_now_s", "able", "idlest", "late_at", "transfer_s_per_token")
+    __slots__ = ("_costs", "_decodes", "_now_s", "able", "idlest", "late_at", "transfer_s_per_byte")
 
     def __init__(self, able: list[Endpoint], decodes: list[Endpoint], costs: Costs, now_s: float) -> None:
         self.able = {each.address: each for each in able}
         self.idlest = min(able, key=lambda each: (costs.backlog_s(each, now_s), each.prefill.turn))
-        self.transfer_s_per_token = costs.transfer_rate(decodes[0]).seconds(costs.settings.kv_bytes_per_token)
+        self.transfer_s_per_byte = costs.transfer_rate(decodes[0]).seconds(1.0)
         self.late_at = {each.address for each in able if any(claim.late for claim in each.prefill.claims)}
         """Workers that are on late prompts."""
         self._decodes = decodes

@@ -45,6 +45,8 @@ class Routing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """First guess of what each sequence more adds to a decode step."""
     kv_bytes_per_token: float = 131_072.0
     """KV cache of one token, all layers; 131,072 is an 8B Llama in BF16, 327,680 a 70B."""
+    kv_bytes_by_model: dict[str, float] = {}
+    """The same for one model each; `models.configs` can compute it."""
     transfer_bytes_per_s: float = 10e9
     """First guess of the bandwidth between a prefill and a decode worker."""
     handoff_overhead_s: float = 0.03
@@ -74,9 +76,12 @@ class Routing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         """Raises ValueError that begins with the field."""
         for field in self.__struct_fields__:
             value = getattr(self, field)
-            if isinstance(value, str):
+            if isinstance(value, str | dict):
                 continue
             least = 0 if field in _MAY_BE_ZERO else 1e-9 if isinstance(value, float) else 1
             most = _SHARES.get(field, 1e12)
             if not least <= value <= most:
                 raise ValueError(f"{field}: {value:g} is not from {least:g} to {most:g}")
+        for model, size_bytes in self.kv_bytes_by_model.items():
+            if not 0 < size_bytes <= 1e12:
+                raise ValueError(f"kv_bytes_by_model.{model}: {size_bytes:g} is not above 0")

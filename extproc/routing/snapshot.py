@@ -132,6 +132,8 @@ class WaitingState(msgspec.Struct, frozen=True, kw_only=True):
     position: int = 0
     work_s: float = 0.0
     whole_reason: str | None = None
+    undecided: bool = False
+    """Handoff or not: nobody can say while every decode worker is full."""
     hits: dict[str, int] = {}
     """Prompt tokens that workers hold."""
 
@@ -408,6 +410,7 @@ def _waiting(router: Router, waiting: Waiting, now_s: float, *, ask: bool) -> Wa
         position=waiting.position,
         work_s=waiting.work_s,
         whole_reason=ticket.whole_reason,
+        undecided=ticket.undecided,
         hits={} if hits is None else dict(hits.tokens),
     )
 
@@ -449,6 +452,7 @@ def _restore_waiting(router: Router, known: WaitingState) -> None:
     waiting.position = known.position
     ticket = Ticket(job)
     ticket.waiting, ticket.whole_reason, ticket._hits = waiting, known.whole_reason, Hits(known.hits)
+    ticket.undecided = known.undecided
     router._tickets[waiting] = ticket
     router._impatient += known.aims.late is not Late.WAIT
 

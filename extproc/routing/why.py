@@ -7,7 +7,7 @@ from extproc.routing.decision import Candidate, Decision
 from extproc.routing.job import Job, Mode, Objective
 from extproc.routing.picker import FullError, Hits, NoEndpointError
 from extproc.routing.pool import Endpoint, Role
-from extproc.routing.router import Router
+from extproc.routing.router import _HOLD, _WEIGHED, Router
 
 _SAME_S = 1e-6
 """Costs nearer to each other than this are the same."""
@@ -81,7 +81,7 @@ def _full(router: Router, job: Job, decodes: list[Endpoint]) -> list[tuple[str, 
 
 
 def _held(router: Router, job: Job) -> bool:
-    return job.aims.held and router.settings.dispatch == "queue"
+    return job.aims.held and router.settings.dispatch == "queue" and job.aims.objective in _WEIGHED
 
 
 class Why:
@@ -170,10 +170,11 @@ class Why:
         return None
 
     def _in_the_queue(self, other: Candidate) -> str:
-        """The queue settles the prefill worker first: by its backlog and by its work, which counts ``1 + hold`` times."""
+        """The queue settles the prefill worker first: by its backlog, and by its work, which counts more than once."""
         mine, best = other.terms, self._best.terms
         longer_s = mine.queue_prefill_s - best.queue_prefill_s
-        work_s = (1 + self._router.settings.hold) * (mine.prefill_s - best.prefill_s)
+        hold = self._router.settings.hold * _HOLD[self._job.aims.objective]
+        work_s = (1 + hold) * (mine.prefill_s - best.prefill_s)
         if longer_s + work_s < -_SAME_S:
             return _PRUNED
         if longer_s + work_s <= _SAME_S:

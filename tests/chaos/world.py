@@ -145,7 +145,10 @@ class World:
         merged = {
             section: {**SETTINGS.get(section, {}), **self.settings.get(section, {})} for section in {*SETTINGS, *self.settings}
         }
-        self.stack = SimStack(prefill=self.prefill, decode=self.decode, options=OPTIONS, settings=merged)
+        policies = [{"name": "default", "mode": "disaggregate"}]  # held in the queue, the pair that costs least
+        self.stack = SimStack(
+            prefill=self.prefill, decode=self.decode, options=OPTIONS, settings={**merged, "policies": policies}
+        )
         # An idle timeout is what ends a request whose decode worker hangs.
         envoy = self.stack.config.envoy
         self.stack.config = _with(self.stack.config, envoy=_with(envoy, idle_timeout_s=7.0))

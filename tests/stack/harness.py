@@ -35,7 +35,7 @@ class Stack:
         prefill: int = 1,
         decode: int = 2,
         started: bool = True,
-        settings: Mapping[str, Mapping[str, Any]] | None = None,
+        settings: Mapping[str, Any] | None = None,
     ) -> None:
         front, admin, filter_admin, *workers = free_ports(3 + prefill + decode)
         self.prefill = [FakeWorker(f"prefill-{i}", port, prefill_answer) for i, port in enumerate(workers[:prefill])]
@@ -63,10 +63,10 @@ class Stack:
         self._tree = tree
         self.configure(**(settings or {}))
 
-    def configure(self, **sections: Mapping[str, Any]) -> None:
-        """Override fields of the configuration, by section; before the stack is entered."""
+    def configure(self, **sections: Mapping[str, Any] | list[Any]) -> None:
+        """Override fields of the configuration, by section; before the stack is entered. A list is replaced whole."""
         for section, values in sections.items():
-            self._tree[section] = {**self._tree.get(section, {}), **values}
+            self._tree[section] = values if isinstance(values, list) else {**self._tree.get(section, {}), **values}
         self.config = msgspec.convert(self._tree, Config)
         assert isinstance(self.config.workers, Workers)
 
