@@ -30,7 +30,7 @@ def test_a_model_s_config_says_how_much_a_handoff_moves(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "why"), [(None, "No such file"), ("[", "malformed"), ('{"num_hidden_layers": 80}', "config.json")]
+    ("text", "why"), [(None, "No such file"), ("[", "expected `object`"), ('{"num_hidden_layers": 80}', "config.json")]
 )
 def test_a_config_that_says_too_little_is_refused_by_name(tmp_path: Path, text: str | None, why: str) -> None:
     path = tmp_path / "config.json"
