@@ -9,10 +9,10 @@ ARGS ?=
 SHELL := /bin/bash
 
 .DEFAULT_GOAL := help
-.PHONY: help up test install lint types unit stack chaos engine generate lock clean
+.PHONY: help up test install lint types unit stack chaos engine generate lock clean bench-routing bench-peers
 
 help:  ## Show this list.
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 15
 
 up: $(VENV)/installed  ## Envoy, the filter and two vLLM workers on this machine, and a first answer.
 	$(BIN)/baton up $(ARGS)
@@ -61,6 +61,19 @@ chaos: $(VENV)/installed  ## Random faults at every phase for a few minutes: no 
 engine: $(VENV)/installed  ## Real vLLM on the CPU, KV blocks over NIXL. Some minutes.
 	$(BIN)/pytest tests/engine
 
+PEERS := bench/.venv
+
+bench-peers: $(PEERS)/installed
+
+$(PEERS)/installed: bench/routing/peers.txt
+	@echo "installing the peers of the routing bench into $(PEERS)"
+	@$(PYTHON) -m venv $(PEERS)
+	@$(PEERS)/bin/python -m pip --disable-pip-version-check install --quiet --requirement $<
+	@touch $@
+
+bench-routing: $(VENV)/installed $(PEERS)/installed  ## Goodput on real request traces, against two peers. 40 minutes; ARGS=--quick.
+	$(BIN)/python -m bench.routing $(ARGS)
+
 generate: $(VENV)/installed  ## Write again what is generated: envoy/envoy.yaml and the references in docs/.
 	$(BIN)/baton envoy-config --output envoy/envoy.yaml
 	$(BIN)/python -m extproc.reference docs
@@ -69,4 +82,4 @@ lock:  ## Resolve all dependencies anew and write requirements.lock.
 	PYTHON=$(PYTHON) sh requirements.sh
 
 clean:  ## Remove the virtual environment and all caches.
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) $(PEERS) .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 import time
 from array import array
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -17,6 +19,8 @@ from typing import cast
 from workers.goodput import Outcome, Status, percentile
 
 _REFUSALS = (429, 503)
+_DECISION = re.compile(rb"^x-baton-decision:(.*)$", re.MULTILINE)
+_QUEUED = re.compile(rb";queued-ms=([0-9.]+)")
 _DETAIL_BYTES = 300
 _now_s = time.perf_counter
 """Not the loop's clock, which counts milliseconds with uvloop."""
@@ -90,7 +94,7 @@ class Exchange(asyncio.Protocol):
                 return len(self._body) >= int(line.partition(b":")[2])
         return False
 
-    def connection_lost(self, error: Exception | None) -> None:
+    def connection_lost(self, _error: Exception | None) -> None:
         """The other side has had enough."""
         self._finish()
 
@@ -99,6 +103,18 @@ class Exchange(asyncio.Protocol):
             self._done.set_result(None)
         if self._transport is not None:
             self._transport.abort()
+
+    @property
+    def decision(self) -> bytes:
+        """Baton's explanation, where it was asked for one; else empty."""
+        found = _DECISION.search(self._head)
+        return found[1].strip() if found else b""
+
+    @property
+    def wait_s(self) -> float:
+        """What the explanation says of the time in Baton's queue, in real seconds."""
+        found = _QUEUED.search(self.decision)
+        return float(found[1]) / 1e3 if found else 0.0
 
     @property
     def detail(self) -> str:
@@ -113,6 +129,8 @@ class Report:
     outcomes: list[Outcome]
     errors: list[str]
     """The first few, in words."""
+    whole: int
+    """Requests that Baton had a decode worker do alone."""
     late_p99_s: float
     """How late requests were sent, simulated seconds."""
 
@@ -126,7 +144,7 @@ async def replay(
     timeout_s: float,
     progress: Callable[[int, int, int], None] = lambda _sent, _done, _all: None,
 ) -> Report:
-    """Send all of them, ``speed`` times faster than planned, and wait for all ends, each for at most ``timeout_s`` of real time.
+    """Send all of them, ``speed`` times faster than planned, and wait for all ends, at most ``timeout_s`` of real time each.
 
     All times in the report are simulated seconds. What was cancelled half way reports what there is.
     """
@@ -135,6 +153,7 @@ async def replay(
     outcomes: list[Outcome] = []
     errors: list[str] = []
     late_s = array("d")
+    counts: Counter[str] = Counter()
     tasks: set[asyncio.Task[None]] = set()
 
     async def one(plan: Planned, payload: bytes) -> None:
@@ -151,7 +170,8 @@ async def replay(
             exchange.connection_lost(None)
         outcome = _outcome(plan, exchange, due_s, speed)
         outcomes.append(outcome)
-        if outcome.status is Status.FAILED and len(errors) < 5:
+        counts["whole"] += exchange.decision.startswith(b"aggregate")
+        if outcome.status is not Status.SERVED and len(errors) < 5:
             got = f"{len(exchange.times_s)} events of {plan.output_tokens + 1}"
             errors.append(f"status {exchange.status}, {got} {problem} {exchange.detail}")
 
@@ -172,7 +192,7 @@ async def replay(
     finally:
         for task in tuple(tasks):
             task.cancel()
-    return Report(outcomes, errors, percentile(late_s, 0.99))
+    return Report(outcomes, errors, counts["whole"], percentile(late_s, 0.99))
 
 
 def _outcome(plan: Planned, exchange: Exchange, due_s: float, speed: float) -> Outcome:
@@ -192,4 +212,5 @@ def _outcome(plan: Planned, exchange: Exchange, due_s: float, speed: float) -> O
         output_tokens=len(times_s),
         status=status,
         tenant=plan.tenant,
+        wait_s=exchange.wait_s * speed,
     )

@@ -31,13 +31,13 @@ class Contestant:
 
 
 def _immediate(objective: str) -> str:
-    return f"{{mode: disaggregate, objective: {objective}, dispatch: immediate}}"
+    return f"{{mode: disaggregate, objective: {objective}, dispatch: immediate, explain: true}}"
 
 
 CONTESTANTS = {
     each.name: each
     for each in (
-        Contestant(BATON, "baton", "{slo: {ttft_s: 2.5, itl_s: 0.045}, tenant_header: x-tenant}"),
+        Contestant(BATON, "baton", "{slo: {ttft_s: 2.5, itl_s: 0.045}, tenant_header: x-tenant, explain: true}"),
         Contestant(ROUND_ROBIN, "baton", _immediate("round-robin")),
         Contestant("random", "baton", _immediate("random")),
         Contestant("least-load", "baton", _immediate("least-load")),

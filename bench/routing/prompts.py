@@ -1,6 +1,6 @@
-"""The prompts of a trace as text: each hash id a text of exactly 512 tokens of the simulated engine's tokenizer, always the same.
+"""The prompts of a trace as text: each hash id is always the same text, of exactly 512 tokens of the simulated engine.
 
-A token is a space and three letters or digits, so a prompt has four characters a token, as English text has with a real
+A token is a space and three letters, so a prompt has four characters a token, as English text has with a real
 vocabulary: routers that estimate tokens from characters, or keep text in a tree, meet what they would meet in service.
 """
 
@@ -16,8 +16,10 @@ import msgspec
 
 from workers.traces import BLOCK_TOKENS, Request
 
-_CHARS = string.ascii_lowercase + string.digits
-_WORDS = [f" {_CHARS[i // 1024]}{_CHARS[i // 32 % 32]}{_CHARS[i % 32]}" for i in range(1 << 15)]
+_VOCABULARY = 1 << 10
+"""Few enough that the tokenizer's table stays in the processor's cache, and more than enough to tell blocks apart."""
+_LETTERS = string.ascii_lowercase
+_WORDS = [f" {_LETTERS[i // 676]}{_LETTERS[i // 26 % 26]}{_LETTERS[i % 26]}" for i in range(_VOCABULARY)]
 TOKEN_CHARS = 4
 
 
@@ -25,7 +27,7 @@ TOKEN_CHARS = 4
 def block_text(hash_id: int) -> str:
     """The text of one block."""
     numbers = array("H", hashlib.shake_128(b"block %d" % hash_id).digest(2 * BLOCK_TOKENS))
-    return "".join([_WORDS[number & 0x7FFF] for number in numbers])
+    return "".join([_WORDS[number % _VOCABULARY] for number in numbers])
 
 
 def prompt_text(request: Request) -> str:

@@ -37,11 +37,6 @@ class Router:
         self.port, self._admin, self._envoy_admin = free_ports(3)
         self.children: list[Child] = []
 
-    @property
-    def metrics_url(self) -> str | None:
-        """Of the filter; None for a peer."""
-        return f"http://{_HOST}:{self._admin}/metrics" if self.contestant.kind == "baton" else None
-
     def __enter__(self) -> Router:
         start: Callable[[], None] = {
             "baton": self._start_baton,
@@ -121,7 +116,13 @@ class Router:
         # every decode worker would compute the whole prompt again.
         workers = self._directory / "smg-workers.json"
         listed = [
-            {"id": address, "url": f"http://{address}", "worker_type": role, "kv_connector": "NixlConnector", "kv_role": "kv_both"}
+            {
+                "id": address,
+                "url": f"http://{address}",
+                "worker_type": role,
+                "kv_connector": "NixlConnector",
+                "kv_role": "kv_both",
+            }
             for role, addresses in (("prefill", self._engines.prefill), ("decode", self._engines.decode))
             for address in addresses
         ]

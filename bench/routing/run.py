@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ from pathlib import Path
 import aiohttp
 
 from bench.routing.client import Planned, Report, replay
-from bench.routing.engines import MODEL, Counters, Engines, prefill_spread
+from bench.routing.engines import MODEL, Counters, EngineError, Engines, prefill_spread
 from bench.routing.policies import Contestant
 from bench.routing.prompts import http_request
 from bench.routing.routers import Router
@@ -22,7 +21,8 @@ from workers.goodput import Outcome, Summary, percentile, summary
 from workers.traces import Request
 
 _TIMEOUT_S = 1200.0
-_WAITS = re.compile(r'^baton_queue_wait_seconds_bucket\{(?:.*,)?le="([^"]+)".*\} (\S+)$', re.MULTILINE)
+_WARM_UP_REQUESTS = 10
+_WARM_UP_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +45,8 @@ class RunResult:
     decode_computed_tokens: int
     """Prompt tokens that decode workers computed themselves: prompts that were not handed over, or whose KV got lost."""
     longest_ttft_s: float
-    longest_wait_bound_s: float | None
-    """Upper bound of the longest wait in Baton's queue, from its histogram; None: there was none, or a peer ran."""
+    whole: int
+    """Requests that Baton had a decode worker do alone."""
     preemptions: int
     violations: dict[str, int]
     errors: list[str]
@@ -87,9 +87,10 @@ async def run(
     speed = engines.options.speed
     async with aiohttp.ClientSession() as http:
         await engines.empty(http)
-        before = await engines.counters(http)
         router = await asyncio.to_thread(Router(contestant, engines, directory, peers).__enter__)
         try:
+            await _warm_up(http, router)
+            before = await engines.counters(http)
             began_s, own_cpu_s = time.perf_counter(), time.process_time()
             cpu = [cpu_s(engines.children), cpu_s(router.children)]
             async with Lateness(http, engines.addresses) as late:
@@ -100,7 +101,6 @@ async def run(
                 "router": cpu_s(router.children) - cpu[1],
                 "load": time.process_time() - own_cpu_s,
             }
-            wait_s = await _longest_wait_s(http, router.metrics_url)
         finally:
             await asyncio.to_thread(router.__exit__)
         counters = [after - earlier for after, earlier in zip(await engines.counters(http), before, strict=True)]
@@ -120,7 +120,6 @@ async def run(
             "loop": percentile(late.loop_s, 0.99) * 1e3,
             "engines": percentile(late.engine_s, 0.99) * 1e3,
         },
-        longest_wait_bound_s=None if wait_s is None else wait_s * speed,
     )
 
 
@@ -136,7 +135,6 @@ def _result(
     real_s: float,
     cores: dict[str, float],
     late_ms: dict[str, float],
-    longest_wait_bound_s: float | None,
 ) -> RunResult:
     outcomes = report.outcomes
     prompts = counters[:prefill]
@@ -157,7 +155,7 @@ def _result(
         pulled_tokens=sum(each.pulled_tokens for each in counters[prefill:]),
         decode_computed_tokens=sum(each.computed_tokens for each in counters[prefill:]),
         longest_ttft_s=max((o.ttft_s for o in outcomes if o.ttft_s is not None), default=float("nan")),
-        longest_wait_bound_s=longest_wait_bound_s,
+        whole=report.whole,
         preemptions=sum(each.preemptions for each in counters),
         violations=violations,
         errors=report.errors,
@@ -171,18 +169,15 @@ def _of(outcomes: Sequence[Outcome], tenant: str) -> list[Outcome]:
     return [outcome for outcome in outcomes if outcome.tenant == tenant]
 
 
-async def _longest_wait_s(http: aiohttp.ClientSession, url: str | None) -> float | None:
-    """The lowest bucket's bound that all waits are within, real seconds; None: nobody waited, or there is no queue of ours."""
-    if url is None:
-        return None
-    async with http.get(url) as response:
-        return wait_bound_s(await response.text())
-
-
-def wait_bound_s(text: str) -> float | None:
-    """From the filter's metrics: the lowest bound of the histogram that holds all waits, over all label sets; None: no wait."""
-    buckets: dict[float, float] = {}
-    for bound, count in _WAITS.findall(text):
-        buckets[float(bound)] = buckets.get(float(bound), 0.0) + float(count)
-    total = max(buckets.values(), default=0.0)
-    return min((bound for bound, count in buckets.items() if count == total), default=None) if total else None
+async def _warm_up(http: aiohttp.ClientSession, router: Router) -> None:
+    """A few small requests, until all of the way works: health checks have to find their servers first. Raises EngineError."""
+    body = {"model": MODEL, "prompt": "warm up", "max_tokens": 2}
+    good, deadline_s = 0, time.monotonic() + _WARM_UP_TIMEOUT_S
+    while good < _WARM_UP_REQUESTS:
+        async with http.post(f"http://127.0.0.1:{router.port}/v1/completions", json=body) as response:
+            text = await response.text()
+            good = good + 1 if response.status == 200 else 0
+        if time.monotonic() > deadline_s:
+            raise EngineError(f"{router.contestant.name} still answers {response.status}: {text[:300]}")
+        if not good:
+            await asyncio.sleep(0.1)

@@ -1,0 +1,232 @@
+"""``make bench-routing``: routing policies and peers on real request traces, with simulated engines and all else real.
+
+Envoy and the filter, or a peer in their place, are processes; the engines are too. Requests come when the trace says,
+``--speed`` times faster, whatever became of those before them. All printed times are simulated seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import aiohttp
+import msgspec
+import uvloop
+from rich.console import Console
+
+from bench.routing import report
+from bench.routing.client import Planned, replay
+from bench.routing.engines import MODEL, EngineError, EngineOptions, Engines
+from bench.routing.options import Options, OptionsError, parse
+from bench.routing.policies import CONTESTANTS
+from bench.routing.prompts import http_request
+from bench.routing.routers import MissingPeerError
+from bench.routing.run import RunResult, plan, run
+from bench.routing.twin import twin_setup, twin_summary
+from extproc.config import ConfigError
+from extproc.replay import capacity
+from workers.goodput import Summary
+from workers.ready import PartError
+from workers.sim.timing import Profile
+from workers.traces import Request, at_rate, load
+
+_PROGRESS_S = 15.0
+_LONE_TOKENS = 300
+_LONE_PROMPT_TOKENS = 4096
+_FLOOD, _MODEST = "flood", "modest"
+_FLOOD_LOAD, _MODEST_LOAD = 1.5, 0.3
+"""Half of the capacity is each tenant's share: one sends three times as much, the other stays below."""
+_MODEST_GOODPUT = 0.6
+_LATE_LIMIT_S = 0.01
+_INTERRUPTED = 130
+
+
+class Bench:
+    """What was run so far, and what is left to say about it."""
+
+    def __init__(self, options: Options, console: Console) -> None:
+        self.options = options
+        self.console = console
+        self.results: list[RunResult] = []
+        self.twins: list[tuple[RunResult, Summary]] = []
+        self.failures: list[str] = []
+        self._told_s = 0.0
+
+    def say(self, text: str) -> None:
+        """One line."""
+        self.console.print(text, highlight=False, markup=False)
+
+    async def run(self, engines: Engines, directory: Path) -> None:
+        """All of it, in order."""
+        await self._lone_stream(engines)
+        for trace in self.options.traces:
+            await self._trace(trace, engines, directory)
+
+    async def _lone_stream(self, engines: Engines) -> None:
+        """The self-check of engines and load generator: one stream alone must have the profile's step time."""
+        speed = self.options.speed
+        address = engines.decode[0]
+        request = Request(0.0, _LONE_PROMPT_TOKENS, _LONE_TOKENS, tuple(range(_LONE_PROMPT_TOKENS // 512)))
+        planned = Planned(
+            0.0, lambda: http_request(request, model=MODEL, host=address), request.input_tokens, request.output_tokens
+        )
+        host, _, port = address.partition(":")
+        outcome = (await replay([planned], host, int(port), speed=speed, timeout_s=120.0)).outcomes[0]
+        step_s = Profile().step_s(
+            prefill_tokens=0, prefill_context_tokens=0, decodes=1, decode_context_tokens=_LONE_PROMPT_TOKENS + _LONE_TOKENS
+        )
+        if outcome.itl_p99_s is None:
+            raise EngineError(f"{address} does not answer")
+        off_s = outcome.itl_p99_s - step_s
+        verdict = "good" if off_s < _LATE_LIMIT_S else "this machine is too busy, or --speed too high"
+        self.say(
+            f"self-check at {speed:g} times: ITL p99 of one stream alone {outcome.itl_p99_s * 1e3:.1f} ms, "
+            f"the profile's step {step_s * 1e3:.1f} ms: {verdict}"
+        )
+
+    async def _trace(self, trace: str, engines: Engines, directory: Path) -> None:
+        options = self.options
+        requests = await asyncio.to_thread(load, options.path(trace))
+        setup = twin_setup(engines.options)
+        limit_per_s = await asyncio.to_thread(capacity, requests[: options.requests], setup)
+        self.say(
+            f"\n{trace}: under round robin the {engines.options.prefill} prefill workers are through with "
+            f"{limit_per_s:.2f} requests/s (by the engines' arithmetic, {options.requests} requests from empty caches)"
+        )
+        for share in () if options.tenants else options.loads:
+            count = round(options.requests * share)
+            chosen = at_rate(requests[:count], share * limit_per_s)
+            for name in options.policies:
+                result = await self._one(plan(chosen), name, engines, trace, share, directory)
+                if result is not None and options.twin and (twin := await asyncio.to_thread(twin_summary, name, chosen, setup)):
+                    self.twins.append((result, twin))
+        if options.tenants:
+            for name in options.policies:
+                await self._one(
+                    self._tenants(requests, limit_per_s), name, engines, trace, _FLOOD_LOAD + _MODEST_LOAD, directory
+                )
+
+    def _tenants(self, requests: list[Request], limit_per_s: float) -> list[Planned]:
+        flood, modest = (round(self.options.requests * load) for load in (_FLOOD_LOAD, _MODEST_LOAD))
+        both = plan(at_rate(requests[:flood], _FLOOD_LOAD * limit_per_s), tenant=_FLOOD)
+        both += plan(at_rate(requests[flood : flood + modest], _MODEST_LOAD * limit_per_s), tenant=_MODEST)
+        return sorted(both, key=lambda each: each.at_s)
+
+    async def _one(
+        self, planned: list[Planned], name: str, engines: Engines, trace: str, share: float, directory: Path
+    ) -> RunResult | None:
+        title = f"{trace}, load {share:g}, {name}"
+
+        def progress(sent: int, done: int, total: int) -> None:
+            if time.monotonic() - self._told_s > _PROGRESS_S:
+                self._told_s = time.monotonic()
+                self.say(f"  {title}: {sent} of {total} sent, {done} answered")
+
+        self._told_s = time.monotonic()
+        try:
+            result = await run(
+                planned,
+                CONTESTANTS[name],
+                engines,
+                trace=trace,
+                load=share,
+                directory=directory,
+                peers=self.options.peers,
+                progress=progress,
+            )
+        except (PartError, EngineError, MissingPeerError, ConfigError, OSError, aiohttp.ClientError) as error:
+            self.failures.append(f"{title}: {error}")
+            self.say(f"{title}: did not run: {error}")
+            return None
+        self.results.append(result)
+        numbers, late = result.summary, result.late_ms
+        slow = max(late.values()) / 1e3 * self.options.speed > 2 * _LATE_LIMIT_S
+        self.say(
+            f"{title}: goodput {numbers.goodput:.1%}, TTFT p50 {numbers.ttft_p50_s:.2f} p99 {numbers.ttft_p99_s:.1f} s, "
+            f"ITL p99 {numbers.itl_p99_s * 1e3:.0f} ms, hit {result.hit_ratio:.1%}; {result.real_s:.0f} s, "
+            f"{sum(result.cores.values()):.2f} cores; late (p99, real ms): "
+            + ", ".join(f"{part} {ms:.1f}" for part, ms in late.items())
+            + (": the machine did not keep up" if slow else "")
+        )
+        for tenant, own in result.by_tenant.items():
+            self.say(f"  tenant {tenant}: {own.requests} requests, goodput {own.goodput:.1%}, TTFT p50 {own.ttft_p50_s:.2f} s")
+        for problem in result.errors[:2]:
+            self.say(f"  not served: {problem}")
+        if result.violations:
+            self.say(f"  done wrong to the engines: {result.violations}")
+        if not result.pulled_tokens:
+            self.failures.append(f"{title}: no KV was handed over at all")
+        return result
+
+    def end(self) -> None:
+        """The table, the demands, the file."""
+        if not self.results:
+            return
+        self.console.print()
+        self.console.print(report.table(self.results))
+        tenants = report.tenant_verdicts(self.results, _MODEST, _MODEST_GOODPUT)
+        demands = [
+            *(() if self.options.tenants else report.verdicts(self.results)),
+            *tenants,
+            *report.twin_verdicts(self.twins),
+        ]
+        self.say("")
+        for verdict in demands:
+            self.say(str(verdict))
+        for failure in self.failures:
+            self.say(f"failed: {failure}")
+        if self.options.out is not None:
+            tree = {
+                "options": {name: str(value) for name, value in vars(self.options).items()},
+                "runs": report.as_json(self.results),
+                "demands": [{"text": verdict.text, "met": verdict.met} for verdict in demands],
+                "failures": self.failures,
+            }
+            self.options.out.write_bytes(msgspec.json.format(msgspec.json.encode(tree)))
+
+
+def _take_realtime_priority() -> bool:
+    """So that what else runs on the machine does not show in the gaps between tokens. Children inherit it."""
+    with suppress(OSError, AttributeError):
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+        return True
+    return False
+
+
+def main(arguments: list[str]) -> int:
+    """Returns the exit status: 0 if all ran, whatever came of it; 1 if something did not; 2 for options; 130 for Ctrl-C."""
+    console = Console(width=170, soft_wrap=True)
+    try:
+        options = parse(arguments)
+    except (OptionsError, ValueError) as error:
+        console.print(f"bench: {error}", highlight=False, markup=False, style="red")
+        return 2
+    bench = Bench(options, console)
+    if options.realtime and not _take_realtime_priority():
+        bench.say("no real-time priority: whatever else runs here will show in the gaps between tokens")
+    engine_options = replace(
+        EngineOptions(), speed=options.speed, block_tokens=options.block_tokens, cache_tokens=options.cache_tokens
+    )
+    status = 0
+    with tempfile.TemporaryDirectory(prefix="bench-") as name:
+        directory = Path(name)
+        try:
+            with Engines(engine_options, directory) as engines:
+                uvloop.run(bench.run(engines, directory))
+        except KeyboardInterrupt:
+            bench.say("\ninterrupted; what there is:")
+            status = _INTERRUPTED
+        except (PartError, EngineError, OSError, ValueError) as error:
+            bench.failures.append(str(error))
+        bench.end()
+    return status or (1 if bench.failures else 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

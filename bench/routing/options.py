@@ -1,0 +1,109 @@
+"""The command line of the bench."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.routing.policies import CONTESTANTS
+from bench.routing.routers import default_peers
+
+TRACES = ("conversation", "synthetic")
+_TRACE_FOLDERS = ("traces", "../shared/traces")
+_WHERE = "the files mooncake_*.jsonl.gz are FAST25-release/traces of the repository kvcache-ai/Mooncake on GitHub, gzipped"
+
+
+class OptionsError(ValueError):
+    """The options cannot be what was meant; the message says why."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to run."""
+
+    policies: tuple[str, ...]
+    traces: tuple[str, ...]
+    folder: Path
+    loads: tuple[float, ...]
+    requests: int
+    speed: float
+    cache_tokens: int
+    block_tokens: int
+    peers: Path
+    tenants: bool
+    twin: bool
+    realtime: bool
+    out: Path | None
+
+    def path(self, trace: str) -> Path:
+        """The file of a trace. Raises OptionsError."""
+        for name in (f"mooncake_{trace}.jsonl.gz", f"mooncake_{trace}.jsonl", f"{trace}_trace.jsonl"):
+            if (self.folder / name).is_file():
+                return self.folder / name
+        raise OptionsError(f"no trace {trace} in {self.folder}: {_WHERE}; --traces-dir names their folder")
+
+
+def parse(arguments: Sequence[str]) -> Options:
+    """Raises OptionsError, and SystemExit as argparse does."""
+    parser = argparse.ArgumentParser(prog="python -m bench.routing", description="Routing policies on real request traces.")
+    parser.add_argument("--policies", default=",".join(CONTESTANTS), help="default: %(default)s")
+    parser.add_argument("--traces", default=",".join(TRACES), help="default: %(default)s")
+    parser.add_argument("--traces-dir", type=Path, help=f"default: the first that is there of {', '.join(_TRACE_FOLDERS)}")
+    parser.add_argument(
+        "--loads", default="0.5,0.7,0.9,1.1", help="shares of the capacity under round robin; default: %(default)s"
+    )
+    parser.add_argument("--requests", type=int, default=400, help="of a run at load 1; more at a higher load (default: 400)")
+    parser.add_argument("--speed", type=float, default=5.0, help="so many times faster than the engines' profile (default: 5)")
+    parser.add_argument("--cache-tokens", type=int, default=2_500_000, help="KV cache of a worker (default: 2,500,000)")
+    parser.add_argument("--block-tokens", type=int, default=128, help="block size of the engines (default: 128)")
+    parser.add_argument("--peers", type=Path, default=default_peers(), help="virtual environment of the peers")
+    parser.add_argument("--quick", action="store_true", help="a smoke run: two policies, one trace, one load, 60 requests")
+    parser.add_argument("--tenants", action="store_true", help="two tenants, one of which floods, in place of the loads")
+    parser.add_argument("--no-twin", action="store_true", help="do not compare with `baton replay`")
+    parser.add_argument(
+        "--no-realtime", action="store_true", help="do not ask the system for real-time priority, which root gets"
+    )
+    parser.add_argument("--out", type=Path, help="write all numbers there, as JSON")
+    given = parser.parse_args(arguments)
+    if given.quick:
+        given.policies, given.traces, given.loads, given.requests = "baton,round-robin", "conversation", "0.9", 67
+    folder = given.traces_dir or next((Path(f) for f in _TRACE_FOLDERS if Path(f).is_dir()), None)
+    if folder is None:
+        raise OptionsError(f"neither of the folders {', '.join(_TRACE_FOLDERS)} is here: {_WHERE}; --traces-dir names theirs")
+    try:
+        loads = tuple(float(load) for load in given.loads.split(","))
+    except ValueError:
+        raise OptionsError(f"--loads {given.loads}: numbers with commas between them") from None
+    if not all(0 < load <= 10 for load in loads):
+        raise OptionsError(f"--loads {given.loads}: above 0 and at most 10")
+    if given.requests < 10 or not 0 < given.speed <= 100:
+        raise OptionsError("--requests: at least 10; --speed: above 0 and at most 100")
+    options = Options(
+        policies=_names("--policies", given.policies, CONTESTANTS),
+        traces=_names("--traces", given.traces, TRACES),
+        folder=folder,
+        loads=loads,
+        requests=given.requests,
+        speed=given.speed,
+        cache_tokens=given.cache_tokens,
+        block_tokens=given.block_tokens,
+        peers=given.peers,
+        tenants=given.tenants,
+        twin=not given.no_twin,
+        realtime=not given.no_realtime,
+        out=given.out,
+    )
+    for trace in options.traces:
+        options.path(trace)
+    return options
+
+
+def _names(option: str, text: str, known: Iterable[str]) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    allowed = tuple(known)
+    unknown = [name for name in names if name not in allowed]
+    if unknown:
+        raise OptionsError(f"{option}: no {', '.join(unknown)}; there are {', '.join(allowed)}")
+    return names
