@@ -195,6 +195,7 @@ class Costs:
     def whole(self, job: Job, decode: Endpoint, cached: int, now_s: float) -> Terms:
         """The decode worker does it all, and its streams wait meanwhile."""
         terms = self._decoding(job, decode, now_s)
+        terms.queue_prefill_s = self.backlog_s(decode, now_s)
         terms.prefill_s = self.prefill_rate(decode).seconds(max(job.tokens - cached, 1), cached)
         terms.stall_s = terms.prefill_s * self.sequences(decode, now_s)
         return terms

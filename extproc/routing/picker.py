@@ -128,7 +128,7 @@ class Picker:
         """Decode workers worth weighing. Without ``admit`` they may be full: they queue themselves.
 
         ``crowded``: prompts wait for prefill workers, so streams keep together where the ITL SLO has room for them, and leave
-        other decode workers free for a prefill of their own.
+        other decode workers free for a prefill of their own, if the mode allows that.
 
         Raises NoEndpointError, FullError.
         """
@@ -152,7 +152,7 @@ class Picker:
         room = [each for each in room if each[-1].prefill.busy_until_s <= now_s or Role.PREFILL in each[-1].roles] or room
         if aims.itl_slo_s is not None:
             itls_s = [costs.decode_rate(each).itl_s(sequences + 1) for sequences, _, _, each in room]
-            if crowded:
+            if crowded and aims.mode is Mode.AUTO:
                 close_s = _PACKED_ITL_SHARE * aims.itl_slo_s
                 packed = [each for each, itl_s in zip(room, itls_s, strict=True) if itl_s <= close_s]
                 if packed:
@@ -198,21 +198,35 @@ class Picker:
     # -- both --------------------------------------------------------------------------------------------------------------
 
     def apart(
-        self, job: Job, hits: Hits, now_s: float, exclude: Collection[str] = (), *, admit: bool = True
+        self,
+        job: Job,
+        hits: Hits,
+        now_s: float,
+        exclude: Collection[str] = (),
+        *,
+        admit: bool = True,
+        crowded: bool = False,
     ) -> list[Candidate]:
         """Pairs, the best first. Raises NoEndpointError, FullError."""
-        decodes = self.decodes(job, hits, now_s, admit=admit)
+        decodes = self.decodes(job, hits, now_s, admit=admit, crowded=crowded)
         return sorted(self._pairs(job, self.prefills(job, hits, now_s, exclude), decodes, hits, now_s), key=_cost)
 
     def whole(
-        self, job: Job, hits: Hits, now_s: float, exclude: Collection[str] = (), *, admit: bool = True
+        self,
+        job: Job,
+        hits: Hits,
+        now_s: float,
+        exclude: Collection[str] = (),
+        *,
+        admit: bool = True,
+        crowded: bool = False,
     ) -> list[Candidate]:
         """Decode workers that would do it all, the best first; ``refused`` where that breaks the ITL SLO of streams there.
 
         Raises NoEndpointError, FullError.
         """
         found = []
-        for decode in self.decodes(job, hits, now_s, exclude, admit=admit):
+        for decode in self.decodes(job, hits, now_s, exclude, admit=admit, crowded=crowded):
             cached = hits.of(decode)
             terms = self._costs.whole(job, decode, cached, now_s)
             found.append(

@@ -212,10 +212,11 @@ class Router:
             self.picker.group(Role.PREFILL, job.model, aims.prefill_labels)
             return None
         hits = self._hits(ticket)
-        whole = self.picker.whole(job, hits, now_s, admit=held)
+        crowded = len(self.queue) > 0
+        whole = self.picker.whole(job, hits, now_s, admit=held, crowded=crowded)
         if self._only_itself(job):
             return "cost"
-        apart = self.picker.apart(job, hits, now_s, admit=held)
+        apart = self.picker.apart(job, hits, now_s, admit=held, crowded=crowded)
         wait_s = self._wait_s(job) if held else 0.0
         ticket.candidates = apart + whole
         if worth_a_handoff(aims, apart, whole, job.tokens, wait_s) is not None:
@@ -462,7 +463,8 @@ class Router:
         self._settle(ticket, found[0], found, "cost" if ticket.job.aims.mode is Mode.AUTO else "policy", now_s)
 
     def _place_whole(self, ticket: Ticket, reason: str, now_s: float, *, admit: bool) -> None:
-        found = self.picker.whole(ticket.job, self._hits(ticket), now_s, admit=admit)
+        crowded = len(self.queue) > 0
+        found = self.picker.whole(ticket.job, self._hits(ticket), now_s, admit=admit, crowded=crowded)
         chosen = next((each for each in found if each.refused is None), found[0])
         self._settle(ticket, chosen, [*found, *ticket.candidates], reason, now_s)
 
