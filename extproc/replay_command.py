@@ -39,7 +39,7 @@ POLICIES = ("baton", "round-robin", "cache-aware", *_OURS)
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayOptions:
-    """What to replay. Raises nothing; :func:`run_replay` says what cannot be."""
+    """What to replay; :func:`run_replay` says what cannot be."""
 
     trace: Path
     requests: int | None = 2_000

@@ -230,24 +230,19 @@ class TwinEngine:
     def _begin_step(self, now_s: float) -> None:
         step = len(self._ends_s)
         while self._growing and self._growing[0][0] <= step:
-            _, _, epoch, sequence = heapq.heappop(self._growing)
-            if epoch == sequence.epoch:
-                self._grow(sequence, step)
+            _, _, epoch, growing = heapq.heappop(self._growing)
+            if epoch == growing.epoch:
+                self._grow(growing, step)
         budget = self.config.max_num_batched_tokens - self._decodes
         self._prefilling = []
         context_tokens = 0
-        sequence_or_none = self._chunked
-        while True:
-            if sequence_or_none is None:
-                sequence_or_none = self._admit_next(now_s) if budget > 0 else None
-            if sequence_or_none is None:
-                break
-            sequence = sequence_or_none
-            sequence_or_none = None
+        sequence = self._chunked or self._admit_next(now_s)
+        while sequence is not None:
             tokens = min(sequence.total_tokens - sequence.computed, budget)
             self._prefilling.append((sequence, tokens))
             context_tokens += tokens * (2 * sequence.computed + tokens) // 2
             budget -= tokens
+            sequence = self._admit_next(now_s) if budget > 0 else None
         self._chunked = None
         if not self._decodes and not self._prefilling:
             return
