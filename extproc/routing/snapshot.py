@@ -422,8 +422,9 @@ def _restore_queue(router: Router, state: QueueState) -> None:
         queue._bands.setdefault(priority, {})[tenant] = _Line(each.weight, each.served_s)
     for known in state.waiting:
         _restore_waiting(router, known)
-    for (priority, tenant), each in lines.items():  # after them: who begins to wait may be moved up
-        queue._bands[priority][tenant].served_s = each.served_s
+    for (priority, tenant), each in lines.items():  # after them: whoever begins to wait changes the line
+        line = queue._bands[priority][tenant]
+        line.served_s, line.weight = each.served_s, each.weight
     _restore_sums(queue, state)
 
 
