@@ -35,7 +35,7 @@ _WEIGHED = frozenset(_HOLD)
 _LATE_LOOKED_AT = 32
 """Late prompts for which a spare decode worker is looked for, at a time."""
 
-_MORE_LANES_FROM, _ALL_LANES_FROM = 0.5, 0.75
+_MORE_LANES_FROM, _ALL_LANES_FROM = 0.25, 0.5
 """Shares of the longest wait from which on late prompts get all prefill workers but one, and all of them."""
 
 
