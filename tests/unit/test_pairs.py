@@ -1,0 +1,65 @@
+"""A pair that failed is avoided, less every second, and starts anew when one of the two does."""
+
+from __future__ import annotations
+
+from extproc.routing import pairs as pairs_module
+from extproc.routing.pairs import Pairs
+
+
+def test_the_first_handoff_of_a_pair_costs_a_handshake_and_later_ones_do_not() -> None:
+    pairs = Pairs(0.5)
+    assert pairs.handshake_s("p", "d") == 0.5
+    pairs.succeeded("p", "d")
+    assert pairs.handshake_s("p", "d") == 0.0
+    assert pairs.handshake_s("d", "p") == pairs.handshake_s("p", "e") == 0.5
+
+
+def test_a_pair_that_failed_is_charged_less_every_second_until_it_is_as_good_as_any() -> None:
+    pairs = Pairs(0.5)
+    pairs.failed("p", "d", 100.0)
+    charged = [pairs.penalty_s("p", "d", 100.0 + s) for s in (0, 2, 4, 6)]
+    assert charged == sorted(charged, reverse=True)
+    assert charged[0] > 1 > charged[-1] == 0.0
+    assert pairs.penalty_s("p", "other", 100.0) == 0.0
+
+
+def test_failing_again_costs_more_but_never_more_than_a_minute() -> None:
+    pairs = Pairs(0.5)
+    charged = []
+    for _ in range(200):
+        pairs.failed("p", "d", 0.0)
+        charged.append(pairs.penalty_s("p", "d", 0.0))
+    assert charged[0] < charged[1] < charged[2]
+    assert charged[-1] == 60.0
+
+
+def test_a_handoff_that_works_forgives_everything() -> None:
+    pairs = Pairs(0.5)
+    pairs.failed("p", "d", 0.0)
+    pairs.succeeded("p", "d")
+    assert (pairs.penalty_s("p", "d", 0.0), pairs.handshake_s("p", "d")) == (0.0, 0.0)
+
+
+def test_after_a_failure_they_may_have_to_meet_anew() -> None:
+    pairs = Pairs(0.5)
+    pairs.succeeded("p", "d")
+    pairs.failed("p", "d", 0.0)
+    assert pairs.handshake_s("p", "d") == 0.5
+
+
+def test_a_new_engine_has_met_nobody() -> None:
+    pairs = Pairs(0.5)
+    for pair in (("p", "d"), ("p", "e"), ("q", "d")):
+        pairs.succeeded(*pair)
+    pairs.forget("p")
+    assert [pairs.handshake_s(*pair) for pair in (("p", "d"), ("p", "e"), ("q", "d"))] == [0.5, 0.5, 0.0]
+
+
+def test_of_very_many_pairs_the_ones_not_used_for_longest_are_forgotten(monkeypatch) -> None:
+    monkeypatch.setattr(pairs_module, "_MOST", 3)
+    pairs = Pairs(0.5)
+    for number in range(3):
+        pairs.succeeded("p", f"d{number}")
+    pairs.succeeded("p", "d0")
+    pairs.succeeded("p", "d3")
+    assert [pairs.handshake_s("p", f"d{number}") for number in range(4)] == [0.0, 0.5, 0.0, 0.0]
