@@ -102,15 +102,14 @@ class Bench:
         for share in () if options.tenants else options.loads:
             count = round(options.requests * share)
             chosen = at_rate(requests[:count], share * limit_per_s)
-            for name in options.policies:
+            for name in options.policies_at(share):
                 result = await self._one(plan(chosen), name, engines, trace, share, directory)
                 if result is not None and options.twin and (twin := await asyncio.to_thread(twin_summary, name, chosen, setup)):
                     self.twins.append((result, twin))
         if options.tenants:
-            for name in options.policies:
-                await self._one(
-                    self._tenants(requests, limit_per_s), name, engines, trace, _FLOOD_LOAD + _MODEST_LOAD, directory
-                )
+            share = _FLOOD_LOAD + _MODEST_LOAD
+            for name in options.policies_at(share):
+                await self._one(self._tenants(requests, limit_per_s), name, engines, trace, share, directory)
 
     def _tenants(self, requests: list[Request], limit_per_s: float) -> list[Planned]:
         flood, modest = (round(self.options.requests * load) for load in (_FLOOD_LOAD, _MODEST_LOAD))

@@ -33,7 +33,7 @@ class Planned:
     at_s: float
     """Simulated seconds since the start of the run."""
     payload: Callable[[], bytes]
-    """Makes the bytes to send, shortly before they are needed."""
+    """Makes the bytes to send."""
     input_tokens: int
     output_tokens: int
     tenant: str = ""
@@ -149,6 +149,8 @@ async def replay(
     All times in the report are simulated seconds. What was cancelled half way reports what there is.
     """
     loop = asyncio.get_running_loop()
+    # All of them before the first is sent: making a long one takes milliseconds, in which no token would be seen to come.
+    payloads = [plan.payload() for plan in planned]
     start_s = _now_s() + 0.05
     outcomes: list[Outcome] = []
     errors: list[str] = []
@@ -177,8 +179,8 @@ async def replay(
 
     sent = 0
     try:
-        for plan in planned:
-            payload = plan.payload()
+        for number, plan in enumerate(planned):
+            payload, payloads[number] = payloads[number], b""
             await asyncio.sleep(max(0.0, start_s + plan.at_s / speed - _now_s()))
             late_s.append((_now_s() - start_s) * speed - plan.at_s)
             task = asyncio.create_task(one(plan, payload))

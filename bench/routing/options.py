@@ -11,6 +11,9 @@ from bench.routing.policies import CONTESTANTS
 from bench.routing.routers import default_peers
 
 TRACES = ("conversation", "synthetic")
+_FULL = tuple(name for name in CONTESTANTS if name not in ("random", "least-load", "prefix"))
+_ONCE_LOAD = 0.9
+"""Where the others run too, unless the policies are named: at every load they would add half an hour and tell little more."""
 _TRACE_FOLDERS = ("traces", "../shared/traces")
 _WHERE = "the files mooncake_*.jsonl.gz are FAST25-release/traces of the repository kvcache-ai/Mooncake on GitHub, gzipped"
 
@@ -23,7 +26,8 @@ class OptionsError(ValueError):
 class Options:
     """What to run."""
 
-    policies: tuple[str, ...]
+    policies: tuple[str, ...] | None
+    """None: those that are there for comparison only, at one load only."""
     traces: tuple[str, ...]
     folder: Path
     loads: tuple[float, ...]
@@ -37,6 +41,10 @@ class Options:
     realtime: bool
     out: Path | None
 
+    def policies_at(self, load: float) -> tuple[str, ...]:
+        """Which run at this load."""
+        return self.policies or (tuple(CONTESTANTS) if load == _ONCE_LOAD else _FULL)
+
     def path(self, trace: str) -> Path:
         """The file of a trace. Raises OptionsError."""
         for name in (f"mooncake_{trace}.jsonl.gz", f"mooncake_{trace}.jsonl", f"{trace}_trace.jsonl"):
@@ -48,7 +56,8 @@ class Options:
 def parse(arguments: Sequence[str]) -> Options:
     """Raises OptionsError, and SystemExit as argparse does."""
     parser = argparse.ArgumentParser(prog="python -m bench.routing", description="Routing policies on real request traces.")
-    parser.add_argument("--policies", default=",".join(CONTESTANTS), help="default: %(default)s")
+    only = f"default: {','.join(_FULL)} at every load, all at load {_ONCE_LOAD:g}"
+    parser.add_argument("--policies", help=f"of {', '.join(CONTESTANTS)}; {only}")
     parser.add_argument("--traces", default=",".join(TRACES), help="default: %(default)s")
     parser.add_argument("--traces-dir", type=Path, help=f"default: the first that is there of {', '.join(_TRACE_FOLDERS)}")
     parser.add_argument(
@@ -81,7 +90,7 @@ def parse(arguments: Sequence[str]) -> Options:
     if given.requests < 10 or not 0 < given.speed <= 100:
         raise OptionsError("--requests: at least 10; --speed: above 0 and at most 100")
     options = Options(
-        policies=_names("--policies", given.policies, CONTESTANTS),
+        policies=given.policies and _names("--policies", given.policies, CONTESTANTS),
         traces=_names("--traces", given.traces, TRACES),
         folder=folder,
         loads=loads,
