@@ -62,22 +62,17 @@ class Publisher:
         self._block_size = block_size
         self._adapter_ids = {name: number for number, name in enumerate(adapters, start=1)}
         self._context = zmq.Context()
-        self._publish = self._bound(zmq.PUB, endpoint)
-        self._replay: zmq.Socket[bytes] | None = None
+        self._publish = self._context.socket(zmq.PUB)
+        _bind(self._publish, endpoint)
+        self._replay: zmq.asyncio.Socket | None = None
         self._task: asyncio.Task[None] | None = None
         self._pending: list[CacheEvent] = []
         self._sequence = 0
         self._buffer: deque[tuple[int, bytes]] = deque(maxlen=_BUFFERED_BATCHES)
         if replay_endpoint:
-            self._replay = self._bound(zmq.ROUTER, replay_endpoint)
+            self._replay = zmq.asyncio.Context.shadow(self._context.underlying).socket(zmq.ROUTER)
+            _bind(self._replay, replay_endpoint)
             self._task = asyncio.create_task(self._serve_replay(self._replay))
-
-    def _bound(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
-        socket = self._context.socket(kind)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.SNDHWM, 100_000)
-        socket.bind(endpoint)
-        return socket
 
     def add(self, event: CacheEvent) -> None:
         """Keep an event for the next batch."""
@@ -114,8 +109,7 @@ class Publisher:
                 socket.close(0)
         self._context.term()
 
-    async def _serve_replay(self, socket: zmq.Socket[bytes]) -> None:
-        router = zmq.asyncio.Socket.shadow(socket.underlying)
+    async def _serve_replay(self, router: zmq.asyncio.Socket) -> None:
         while True:
             frames = await router.recv_multipart()
             if len(frames) != 3:
@@ -126,3 +120,9 @@ class Publisher:
                 if number >= first:
                     await router.send_multipart((client, b"", self._topic, number.to_bytes(8, "big"), payload))
             await router.send_multipart((client, b"", b"", _END, b""))
+
+
+def _bind(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, endpoint: str) -> None:
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.SNDHWM, 100_000)
+    socket.bind(endpoint)
