@@ -28,9 +28,8 @@ async def start(
         ready, details = status()
         return web.json_response({"ready": ready, **details}, status=200 if ready else 503)
 
-    app = web.Application()
-    app.add_routes([web.get("/metrics", show_metrics), web.get("/healthz", show_health)])
-    app.add_subapp("/debug", debug.application())
+    app = web.Application(client_max_size=debug.max_bytes)
+    app.add_routes([web.get("/metrics", show_metrics), web.get("/healthz", show_health), *debug.routes()])
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     site = web.UnixSite(runner, address.path) if address.path else web.TCPSite(runner, address.host.strip("[]"), address.port)

@@ -27,21 +27,18 @@ class Debug:
         self._dispatcher = dispatcher
         self._explainer = explainer
         self._bytes_per_token = bytes_per_token
-        self._max_bytes = max_body_bytes + ENVELOPE_BYTES
+        self.max_bytes = max_body_bytes + ENVELOPE_BYTES
+        """Of a question: the limit that the server must be made with."""
         self._one_at_a_time = asyncio.Lock()
         """Bodies are large: who asks many questions at once waits, with the bodies still in the sockets."""
 
-    def application(self) -> web.Application:
-        """To be mounted at ``/debug``."""
-        app = web.Application(client_max_size=self._max_bytes)
-        app.add_routes(
-            [
-                web.get("/decisions", self._decisions),
-                web.get("/snapshot", self._snapshot),
-                web.post("/explain", self._explain),
-            ]
-        )
-        return app
+    def routes(self) -> list[web.RouteDef]:
+        """For the application of the admin port."""
+        return [
+            web.get("/debug/decisions", self._decisions),
+            web.get("/debug/snapshot", self._snapshot),
+            web.post("/debug/explain", self._explain),
+        ]
 
     async def _decisions(self, request: web.Request) -> web.Response:
         text = request.query.get("last", str(REMEMBERED))
@@ -68,7 +65,7 @@ class Debug:
             try:
                 return _json(await self._report(await request.read()))
             except web.HTTPRequestEntityTooLarge:
-                return _refused(413, "request_too_large", f"the question is over {self._max_bytes} bytes")
+                return _refused(413, "request_too_large", f"the question is over {self.max_bytes} bytes")
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                 return _refused(400, "bad_question", f"not {{path, headers, body}}: {error}")
             except ApiError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -89,7 +90,7 @@ async def _call(admin: str, method: str, path: str, body: bytes | None) -> bytes
         timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
         async with (
             aiohttp.ClientSession(connector=connector, timeout=timeout) as session,
-            session.request(method, base + path, data=body) as response,
+            session.request(method, base + path, data=None if body is None else io.BytesIO(body)) as response,
         ):
             answer = await _bounded(response, admin)
     except (aiohttp.ClientError, ValueError, OSError) as error:

@@ -452,7 +452,7 @@ def _restore_waiting(router: Router, known: WaitingState) -> None:
     router.queue.add(waiting, known.work_s)
     waiting.position = known.position
     ticket = Ticket(job)
-    ticket.waiting, ticket.whole_reason, ticket._hits = waiting, known.whole_reason, Hits(known.hits)
+    ticket.waiting, ticket.whole_reason, ticket._hits = waiting, known.whole_reason, Hits(dict(known.hits))
     ticket.undecided = known.undecided
     router._tickets[waiting] = ticket
     router._impatient += known.aims.late is not Late.WAIT

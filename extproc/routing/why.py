@@ -274,7 +274,11 @@ class Why:
         less = _cached(self._best) - _cached(other)
         if less > 0:
             return f"holds {less:,} tokens less of the prompt"
-        return f"computes the prompt {time_words(max(0.0, other.terms.prefill_s - self._best.terms.prefill_s))} more slowly"
+        mine, best = other.terms, self._best.terms
+        slower_s, hold_s = mine.prefill_s - best.prefill_s, mine.hold_s - best.hold_s
+        if slower_s < hold_s and best.hold_s == 0:
+            return f"prefill workers are busy: its work counts {time_words(hold_s)} more"
+        return f"computes the prompt {time_words(max(0.0, slower_s))} more slowly"
 
     def _endpoint(self, address: str | None) -> Endpoint:
         found = self._router.pool.get(address or "")

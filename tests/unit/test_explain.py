@@ -155,6 +155,14 @@ def test_a_handoff_costs_something_by_itself() -> None:
     assert row(found, P0, found.decision.decode).why == "a handoff takes 30 ms by itself"
 
 
+def test_work_for_a_busy_pool_counts_more() -> None:
+    router = a_router()
+    give(router, P0, Role.PREFILL, work_s=1.9)
+    found = explain(router, a_job(Aims(), tokens=2_500), 0.0)
+    assert found.decision is not None and found.decision.prefill is None
+    assert row(found, P1, D0).why == "prefill workers are busy: its work counts 250 ms more"
+
+
 def test_what_is_the_same_was_anothers_turn() -> None:
     found = explain(a_router(), a_job(), 0.0)
     assert found.decision is not None and (found.decision.prefill, found.decision.decode) == (P0, D0)
