@@ -17,6 +17,9 @@ from extproc.routing.snapshot import INDEX_BLOCKS
 ENVELOPE_BYTES = 64 << 10
 """What a question may have beside the request's body: its path and headers."""
 
+_READ_TIMEOUT_S = 30.0
+"""In which a question must have come: the next one waits behind it."""
+
 
 class Debug:
     """One a process."""
@@ -63,7 +66,11 @@ class Debug:
     async def _explain(self, request: web.Request) -> web.Response:
         async with self._one_at_a_time:
             try:
-                return _json(await self._report(await request.read()))
+                async with asyncio.timeout(_READ_TIMEOUT_S):
+                    text = await request.read()
+                return _json(await self._report(text))
+            except TimeoutError:
+                return _refused(408, "question_timeout", f"the question did not come within {_READ_TIMEOUT_S:g} s")
             except web.HTTPRequestEntityTooLarge:
                 return _refused(413, "request_too_large", f"the question is over {self.max_bytes} bytes")
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -203,8 +203,8 @@ def _candidates(report: Report) -> Table:
     for each in candidates:
         best = each.chosen
         table.add_row(
-            each.prefill or "-",
-            each.decode,
+            Text(each.prefill or "-"),  # not as markup, which [fe80::1] could be taken for
+            Text(each.decode),
             *(_ms(getattr(each.terms, name)) for name in used),
             f"{'-' if each.prefill is None else format(each.cached_prefill_tokens, ',')}/{each.cached_decode_tokens:,}",
             _ms(each.cost),
@@ -225,7 +225,7 @@ def _left_out(report: Report) -> Table:
     table.add_column("why")
     out = report.decision.left_out
     for each in out[:_SHOWN_LEFT_OUT]:
-        table.add_row(each.endpoint, each.role.value, Text(each.why))
+        table.add_row(Text(each.endpoint), each.role.value, Text(each.why))
     if len(out) > _SHOWN_LEFT_OUT:
         table.add_row(f"and {len(out) - _SHOWN_LEFT_OUT:,} more", "", "")
     return table

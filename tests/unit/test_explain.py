@@ -533,6 +533,18 @@ def test_what_is_missing_in_a_snapshot_is_noted() -> None:
     ]
 
 
+def test_addresses_in_brackets_are_shown_as_they_are() -> None:
+    pool = Pool(EndpointSet((EndpointSpec(address="[fe80::1]:1"),), (EndpointSpec(address="[fe80::2]:1"),)))
+    for endpoint in pool.endpoints:
+        pool.set_live(endpoint, True)
+    assert pool.endpoints[0].address == "[fe80::1]:1"
+    report = ask({"model": "m", "prompt": TEXT}, router=Router(pool, Routing()), x_tier="gold")
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(command.as_table(report))
+    shown = console.export_text()
+    assert shown.count("[fe80::1]:1") == 2 and shown.count("[fe80::2]:1") == 3, "in the head, and in each row"
+
+
 def test_the_table_says_when_a_request_would_wait_or_be_refused() -> None:
     router = a_router(Routing(step_tokens=1))
     for number in range(6):
