@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from extproc.errors import ApiError
-from extproc.models import unknown_model_message
+from extproc.models import Names, unknown_model_message
 from extproc.observe.logs import Logger
 from extproc.observe.metrics import Metrics
 from extproc.routing.job import Job
@@ -47,6 +47,7 @@ class Dispatcher:
         self,
         router: Router,
         *,
+        names: Names,
         metrics: Metrics,
         log: Logger,
         longest_request_s: float,
@@ -54,6 +55,7 @@ class Dispatcher:
     ) -> None:
         """``longest_request_s``: nothing can be in flight for longer, so what still counts then is a leak."""
         self.router = router
+        self._names = names
         self._metrics = metrics
         self._log = log
         self._clock = clock
@@ -97,7 +99,7 @@ class Dispatcher:
 
     def as_api_error(self, error: Exception) -> ApiError:
         """What the client is told."""
-        return as_api_error(error, self.router.pool.models())
+        return as_api_error(error, self._names.cards(self.router.pool.models()))
 
     def _count_rejected(self, error: Exception) -> None:
         reason = error.reason if isinstance(error, RejectedError) else "no_endpoint"
@@ -203,7 +205,7 @@ class Dispatcher:
 
 
 def as_api_error(error: Exception, known_models: Iterable[str]) -> ApiError:
-    """What the client is told of an error of the router. ``known_models``: those that live workers serve."""
+    """What the client is told of an error of the router. ``known_models``: those that live workers serve, and aliases."""
     if isinstance(error, RejectedError):
         code = _CODES[error.reason]
         return ApiError(code, str(error), retry_after_s=error.retry_after_s if code != "prefill_timeout" else None)

@@ -86,7 +86,7 @@ _EXTPROC_SLACK_S = 30.0
 # On requests, on answers, and on the filter's own replies. Envoy refuses a regular expression of more than 100 RE2
 # instructions, about one a character, so these are prefixes: of DESTINATION_HEADER, KV_TRANSFER_HEADER, PREFILLER_HEADER and
 # `x-baton-decision`.
-_MUTABLE_HEADERS = "content-(length|type)|retry-after|x-(request-id|gateway-d.*|kv-t.*|prefiller-h.*|baton-d.*)"
+_MUTABLE_HEADERS = "content-(length|type)|retry-after|x-(request-id|gateway-d.*|kv-t.*|prefiller-h.*|baton-.*)"
 _SOCKET_MODE = 0o660
 _BUCKETS_MS = (
     *(5, 10, 25, 50, 75, 100, 150, 200, 300, 400, 500, 750, 1000, 1500, 2000, 3000, 5000, 7500),

@@ -77,6 +77,7 @@ class Server:
         router = Router(self._pool, routing_of(config))
         dispatcher = Dispatcher(
             router,
+            names=Names(config.models),
             metrics=self._metrics,
             log=self._log,
             longest_request_s=_LONGEST_REQUEST_S,
