@@ -267,7 +267,7 @@ class Config(_Section, frozen=True, kw_only=True):
     listen: str = "unix:/run/baton/extproc.sock"
     """The gRPC server that Envoy's ext_proc filter calls."""
     admin: str = "127.0.0.1:9003"
-    """`/metrics` and `/healthz`."""
+    """`/metrics`, `/healthz`, and `/debug/…`, which shows decisions but no prompt."""
     prefill: Prefill = Prefill()
     handoff: Handoff = Handoff()
     routing: Routing = Routing()

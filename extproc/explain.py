@@ -13,13 +13,12 @@ import msgspec
 from extproc.config import Config
 from extproc.dispatcher import as_api_error
 from extproc.errors import ApiError
-from extproc.handoff.choose import connector as choose_connector
-from extproc.inference import InferenceRequest, parse
-from extproc.models import Names
+from extproc.inference import parse
+from extproc.intake import Asked, Intake, TextSizes
 from extproc.paths import treatment
-from extproc.policy import Facts, Policies, Policy, Resolved
+from extproc.policy import Facts, Policies, Policy
 from extproc.policy_config import Match, PolicyRule
-from extproc.prompt import DEFAULT_BYTES_PER_TOKEN, BytesPerToken, Prompt, PromptSettings, read_prompt
+from extproc.prompt import DEFAULT_BYTES_PER_TOKEN, BytesPerToken
 from extproc.routing.explain import Explanation, explain, explain_snapshot
 from extproc.routing.job import Job
 from extproc.routing.router import Router
@@ -109,15 +108,9 @@ class _Known(msgspec.Struct, frozen=True):
 class Read(msgspec.Struct, frozen=True, kw_only=True):
     """A question that was read, on a clock that stands at 0 when it came."""
 
-    job: Job
+    asked: Asked
     path: str
-    model_asked: str
-    resolved: Resolved
-    prompt: Prompt
-    whole_reason: str | None
     passed_over: dict[str, list[str]]
-    fallback: bool
-    """A decode worker may do it all when there is no prefill worker."""
 
 
 class Explainer:
@@ -126,13 +119,10 @@ class Explainer:
     def __init__(self, config: Config, *, block_tokens: int | None = None) -> None:
         """``block_tokens`` of the prefix index, if it is not that of the configuration."""
         self._config = config
-        self._policies = Policies(config.policies)
         self._alone = [(rule, Policies([rule], default=_NO_MATCH)) for rule in config.policies]
-        self._names = Names(config.models)
-        self._prompts = PromptSettings(block_tokens=block_tokens or config.routing.block_tokens)
-        self._apis = choose_connector(config.handoff).apis
+        self._block_tokens = block_tokens
 
-    def read(self, question: Question, bytes_per_token: BytesPerToken | _Known, request_id: str = "") -> Read:
+    def read(self, question: Question, bytes_per_token: TextSizes, request_id: str = "") -> Read:
         """A question -> what is asked of the router, as the filter reads it. Raises ApiError.
 
         ``request_id`` draws between the models of a canary where nothing else does.
@@ -143,40 +133,17 @@ class Explainer:
         how = treatment("POST", path)
         if not how.apart:
             raise ApiError("not_found", f"{path} takes no prompt: there is no decision to explain")
-        request = parse(body, how)
-        asked = request.model()
-        prompt = self._prompt(request, asked, bytes_per_token)
-        resolved = self._policies.resolve(headers, path, asked, prompt.tokens)
-        model = self._names.resolve(asked, resolved.affinity or request_id)
-        if model != asked:
-            request = request.with_model(model)
-            prompt = self._prompt(request, model, bytes_per_token)
-        whole_reason = request.whole_reason()
-        if whole_reason is None and request.treatment not in self._apis:
-            whole_reason = "connector"
-        failure = resolved.policy.on_prefill_failure
-        return Read(
-            job=Job(
-                model=model,
-                chain=prompt.chain,
-                tokens=max(prompt.tokens, 1),
-                aims=resolved.aims,
-                arrived_s=0.0,
-                deadline_s=self._config.prefill.timeout_s,
-                tenant=resolved.tenant,
-                session=resolved.session,
-                answer_tokens=request.answer_tokens(),
-                size_bytes=len(body),
-                handoff=whole_reason is None,
-            ),
+        asked = Intake(self._config, bytes_per_token, block_tokens=self._block_tokens).read(
+            parse(body, how),
+            headers=headers,
             path=path,
-            model_asked=asked,
-            resolved=resolved,
-            prompt=prompt,
-            whole_reason=whole_reason,
-            passed_over=self._passed_over(Facts(headers, path, asked, prompt.tokens)),
-            fallback=failure == "aggregate" or (failure is None and self._config.prefill.fallback == "aggregate"),
+            size_bytes=len(body),
+            request_id=request_id,
+            arrived_s=0.0,
+            deadline_s=self._config.prefill.timeout_s,
         )
+        facts = Facts(headers, path, asked.model_asked, asked.prompt.tokens)
+        return Read(asked=asked, path=path, passed_over=self._passed_over(facts))
 
     def by_router(self, read: Read, router: Router, now_s: float) -> Report:
         """What ``router`` would do. It stays as it is."""
@@ -185,21 +152,18 @@ class Explainer:
             timed = msgspec.structs.replace(job, arrived_s=now_s, deadline_s=now_s + job.deadline_s)
             return explain(router, timed, now_s)
 
-        return self._report(read, ask(read.job), ask, list(router.pool.models()))
+        return self._report(read, ask(read.asked.job), ask, list(router.pool.models()))
 
     def by_snapshot(self, question: Question, saved: SavedSnapshot) -> Report:
         """What the router would have done that the snapshot is of. Raises ApiError, and ValueError for a bad snapshot."""
         read = self.read(question, _Known(saved.bytes_per_token))
         known = [model for endpoint in saved.endpoints if endpoint.live for model in endpoint.models or ()]
-        report = self._report(read, explain_snapshot(saved, read.job), lambda job: explain_snapshot(saved, job), known)
+        report = self._report(read, explain_snapshot(saved, read.asked.job), lambda job: explain_snapshot(saved, job), known)
         notes = list(report.notes)
         if saved.index is None:
             notes.append("the snapshot is without a prefix index: nothing counts as cached")
         notes += [f"{count:,} entries are not in the snapshot: {what}" for what, count in saved.cut.items()]
         return msgspec.structs.replace(report, notes=notes)
-
-    def _prompt(self, request: InferenceRequest, model: str, bytes_per_token: BytesPerToken | _Known) -> Prompt:
-        return read_prompt(request, self._prompts, model=model, bytes_per_token=bytes_per_token.of(model))
 
     def _passed_over(self, facts: Facts) -> dict[str, list[str]]:
         found: dict[str, list[str]] = {}
@@ -212,24 +176,24 @@ class Explainer:
     def _report(self, read: Read, decision: Explanation, ask: Callable[[Job], Explanation], known_models: list[str]) -> Report:
         notes = []
         refusal = decision.refusal
-        if refusal is not None and read.fallback:
+        if refusal is not None and read.asked.fallback:
             error = as_api_error(refusal.error(), known_models)
             if error.code == "no_prefill_worker":
                 notes.append("there is no prefill worker, and the policy then lets a decode worker do it all")
-                decision = ask(msgspec.structs.replace(read.job, handoff=False))
+                decision = ask(msgspec.structs.replace(read.asked.job, handoff=False))
                 refusal = decision.refusal
         shown = None
         if refusal is not None:
             error = as_api_error(refusal.error(), known_models)
             shown = ErrorShown(status=error.status, code=error.code, message=error.message, retry_after_s=error.retry_after_s)
-        aliases = self._config.models.aliases.get(read.model_asked)
-        if isinstance(aliases, list) and len(aliases) > 1 and not read.resolved.affinity:
+        aliases = self._config.models.aliases.get(read.asked.model_asked)
+        if isinstance(aliases, list) and len(aliases) > 1 and not read.asked.resolved.affinity:
             notes.append("each request draws its model: there is no session and no tenant that it could go by")
-        aims = read.resolved.aims
+        job, aims = read.asked.job, read.asked.resolved.aims
         return Report(
             path=read.path,
-            model_asked=read.model_asked,
-            model=read.job.model or "",
+            model_asked=read.asked.model_asked,
+            model=job.model or "",
             policy=PolicyShown(
                 name=aims.policy,
                 why=self._why(len(read.passed_over)),
@@ -237,10 +201,12 @@ class Explainer:
                 mode=aims.mode.value,
                 objective=aims.objective.value,
                 dispatch="queue" if aims.held else "immediate",
-                ignored_overrides=list(read.resolved.ignored_overrides),
+                ignored_overrides=list(read.asked.resolved.ignored_overrides),
             ),
-            prompt=PromptShown(tokens=read.job.tokens, exact=read.prompt.exact, blocks=len(read.prompt.chain.hashes)),
-            whole_reason=read.whole_reason,
+            prompt=PromptShown(
+                tokens=read.asked.job.tokens, exact=read.asked.prompt.exact, blocks=len(read.asked.prompt.chain.hashes)
+            ),
+            whole_reason=read.asked.whole_reason,
             decision=decision,
             error=shown,
             notes=notes,

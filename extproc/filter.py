@@ -31,16 +31,13 @@ import msgspec
 
 from extproc import apart, wire
 from extproc.attempts import Ask
-from extproc.config import Prefill
 from extproc.errors import ApiError, RelayedError
 from extproc.forms import refuse_transfer_fields
 from extproc.headers import DECISION_HEADER, ROUTING_HEADERS
 from extproc.inference import InferenceRequest, parse
 from extproc.journey import Journey, OverError, Parts, Phase, ProtocolError, Record
 from extproc.paths import Treatment, treatment
-from extproc.policy import Policy, override_headers
-from extproc.prompt import Prompt, read_prompt
-from extproc.routing.job import Job
+from extproc.policy import override_headers
 
 _FORWARDED = ("authorization", "x-api-key", "traceparent", "tracestate", "x-vllm-priority", "x-session-id")
 """Client headers that the prefill leg carries as well: who asks, how urgent it is, and the trace it belongs to."""
@@ -125,7 +122,7 @@ class Filter:
         forbidden += tuple(override_headers(headers))
         if how is Treatment.MODELS and (models := parts.pool.models()):
             record.outcome, record.status = "models", 200
-            cards = parts.names.cards(models)
+            cards = parts.intake.names.cards(models)
             await stream.send(wire.immediate_reply(wire.Immediate(200, _model_list(cards), "models")))
             return
         if head.end_of_stream:
@@ -173,46 +170,31 @@ class Filter:
         """Send the prompt to its workers, with a handoff where that is worth it and nothing is against it."""
         parts, record = self._parts, journey.record
         arrived_s = parts.clock()
-        asked_for = request.model()
         deadline_s = arrived_s + self._timeout_s(headers)
-        prompt = await self._prompt(request, record, asked_for)
-        resolved = parts.policies.resolve(headers, record.path, asked_for, prompt.tokens)
-        for name in resolved.ignored_overrides:
-            parts.metrics.ignored_overrides.labels(name).inc()
-        model = parts.names.resolve(asked_for, resolved.affinity or record.request_id)
-        if model != asked_for:
-            request = request.with_model(model)
-            prompt = await self._prompt(request, record, model)
-        policy = resolved.policy
-        if policy.pass_priority:
-            request = request.with_priority(resolved.aims.priority)
-        record.whole_reason = request.whole_reason()
-        if record.whole_reason is None and request.treatment not in parts.connector.apis:
-            record.whole_reason = "connector"
-        job = Job(
-            model=model,
-            chain=prompt.chain,
-            tokens=max(prompt.tokens, 1),
-            aims=resolved.aims,
+        read = partial(
+            parts.intake.read,
+            request,
+            headers=headers,
+            path=record.path,
+            size_bytes=record.body_bytes,
+            request_id=record.request_id,
             arrived_s=arrived_s,
             deadline_s=deadline_s,
-            tenant=resolved.tenant,
-            session=resolved.session,
-            answer_tokens=request.answer_tokens(),
-            size_bytes=record.body_bytes,
-            handoff=record.whole_reason is None,
         )
-        retries, fallback = _on_failure(policy, parts.config.prefill)
+        asked = read() if record.body_bytes <= _HASHED_AT_ONCE_BYTES else await asyncio.to_thread(read)
+        for name in asked.resolved.ignored_overrides:
+            parts.metrics.ignored_overrides.labels(name).inc()
+        request, job, record.whole_reason = asked.request, asked.job, asked.whole_reason
         try:
             ticket = await journey.place(job)
         except ApiError as error:
-            if not fallback or error.code != "no_prefill_worker":
+            if not asked.fallback or error.code != "no_prefill_worker":
                 raise
             parts.metrics.fallbacks.labels("aggregate").inc()
             record.whole_reason, job.handoff = error.code, False
             ticket = await journey.place(job)
         assert ticket.decision is not None and ticket.decode is not None
-        if resolved.explain:
+        if asked.resolved.explain:
             journey.answer_headers[DECISION_HEADER] = ticket.decision.header()
         decode = ticket.decode
         if ticket.prefill is not None:
@@ -220,19 +202,19 @@ class Filter:
                 request=request,
                 path=record.path,
                 headers={name: headers[name] for name in _FORWARDED if name in headers},
-                model=model,
+                model=job.model or "",
                 decode=decode.address,
                 request_id=record.request_id,
                 deadline_s=deadline_s,
-                retries=retries,
-                text_bytes=prompt.text_bytes,
+                retries=asked.retries,
+                text_bytes=asked.prompt.text_bytes,
             )
             try:
                 await apart.serve(journey, ask, ticket)
                 return
             except ApiError as error:
                 dispatched = record.outcome == "handoff"  # too late for anything else
-                if dispatched or not fallback or error.code not in _AGGREGATE_AFTER:
+                if dispatched or not asked.fallback or error.code not in _AGGREGATE_AFTER:
                     raise
                 parts.metrics.fallbacks.labels("aggregate").inc()
                 record.whole_reason = error.code
@@ -241,11 +223,6 @@ class Filter:
         parts.metrics.whole.labels(record.whole_reason).inc()
         record.outcome = "whole"
         await journey.stream.send(wire.body_reply(wire.Mutation(body=request.clean_body(), destination=decode.address)))
-
-    async def _prompt(self, request: InferenceRequest, record: Record, model: str) -> Prompt:
-        parts = self._parts
-        read = partial(read_prompt, request, parts.prompts, model=model, bytes_per_token=parts.bytes_per_token.of(model))
-        return read() if record.body_bytes <= _HASHED_AT_ONCE_BYTES else await asyncio.to_thread(read)
 
     def _timeout_s(self, headers: dict[str, str]) -> float:
         configured_s = self._parts.config.prefill.timeout_s
@@ -266,14 +243,6 @@ class Filter:
         fields = {key: value for key, value in msgspec.structs.asdict(record).items() if value is not None}
         fields["treatment"] = how
         self._parts.log.info("request", **fields, total_ms=round(seconds * 1e3, 1))
-
-
-def _on_failure(policy: Policy, settings: Prefill) -> tuple[int, bool]:
-    """How many other prefill workers are tried, and whether a decode worker does it all after that."""
-    if policy.on_prefill_failure is None:
-        return settings.retries, settings.fallback == "aggregate"
-    retries = 0 if policy.on_prefill_failure == "fail" else settings.retries
-    return retries, policy.on_prefill_failure == "aggregate"
 
 
 def _error_reply(error: ApiError, how: Treatment | None) -> Any:

@@ -21,12 +21,11 @@ from extproc.attempts import Prefiller
 from extproc.config import Config
 from extproc.dispatcher import Dispatcher
 from extproc.handoff import Connector
-from extproc.models import Names
+from extproc.intake import Intake
 from extproc.observe.logs import Logger
 from extproc.observe.metrics import Metrics
 from extproc.paths import Treatment
-from extproc.policy import Policies
-from extproc.prompt import BytesPerToken, PromptSettings
+from extproc.prompt import BytesPerToken
 from extproc.release import Releaser
 from extproc.routing.job import Aims, Job
 from extproc.routing.pool import Endpoint, Pool
@@ -98,9 +97,7 @@ class Parts(msgspec.Struct, frozen=True):
     config: Config
     pool: Pool
     dispatcher: Dispatcher
-    policies: Policies
-    names: Names
-    prompts: PromptSettings
+    intake: Intake
     bytes_per_token: BytesPerToken
     connector: Connector
     prefiller: Prefiller

@@ -19,15 +19,14 @@ from extproc.explain import Explainer
 from extproc.filter import Filter
 from extproc.fleet import Fleet
 from extproc.handoff.choose import connector as choose_connector
+from extproc.intake import Intake
 from extproc.journey import Parts
 from extproc.kv import routing_of
-from extproc.models import Names
 from extproc.observe.logs import Logger
 from extproc.observe.metrics import Metrics
 from extproc.observe.pulse import Pulse
-from extproc.policy import Policies
 from extproc.prefill import PrefillClient
-from extproc.prompt import BytesPerToken, PromptSettings
+from extproc.prompt import BytesPerToken
 from extproc.release import Releaser
 from extproc.routing.endpoint_spec import EndpointSet
 from extproc.routing.pool import Pool
@@ -74,10 +73,12 @@ class Server:
             loop.add_signal_handler(number, self._on_signal)
         pulse = Pulse()
         connector = choose_connector(config.handoff)
+        bytes_per_token = BytesPerToken()
+        intake = Intake(config, bytes_per_token)
         router = Router(self._pool, routing_of(config))
         dispatcher = Dispatcher(
             router,
-            names=Names(config.models),
+            names=intake.names,
             metrics=self._metrics,
             log=self._log,
             longest_request_s=_LONGEST_REQUEST_S,
@@ -100,15 +101,12 @@ class Server:
                 metrics=self._metrics,
                 log=self._log,
             )
-            bytes_per_token = BytesPerToken()
             filter_ = Filter(
                 Parts(
                     config=config,
                     pool=self._pool,
                     dispatcher=dispatcher,
-                    policies=Policies(config.policies),
-                    names=Names(config.models),
-                    prompts=PromptSettings(block_tokens=config.routing.block_tokens),
+                    intake=intake,
                     bytes_per_token=bytes_per_token,
                     connector=connector,
                     prefiller=prefiller,

@@ -1,0 +1,113 @@
+"""What a prompt asks for: its policy, its model, its chain of blocks; and the job that the router gets. No I/O.
+
+The filter reads requests with it, and `baton explain` reads them the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import msgspec
+
+from extproc.config import Config
+from extproc.handoff.choose import connector
+from extproc.inference import InferenceRequest
+from extproc.models import Names
+from extproc.policy import Policies, Resolved
+from extproc.prompt import Prompt, PromptSettings, read_prompt
+from extproc.routing.job import Job
+
+
+class TextSizes(Protocol):
+    """What is known of the bytes that a token stands for."""
+
+    def of(self, model: str) -> float:
+        """In texts for one model."""
+        ...
+
+
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """One request, read."""
+
+    request: InferenceRequest
+    """As the engines get it: the model's own name, the policy's priority."""
+    model_asked: str
+    """As the client named it."""
+    job: Job
+    prompt: Prompt
+    resolved: Resolved
+    whole_reason: str | None
+    """Why it cannot be handed over, or None if it can."""
+    retries: int
+    """How many other prefill workers are tried after a failure."""
+    fallback: bool
+    """Whether a decode worker does it all when no prefill could be had."""
+
+
+class Intake:
+    """Reads requests under one configuration."""
+
+    def __init__(self, config: Config, bytes_per_token: TextSizes, *, block_tokens: int | None = None) -> None:
+        """``block_tokens`` of the prefix index, if it is not that of the configuration."""
+        self.names = Names(config.models)
+        self._prefill = config.prefill
+        self._policies = Policies(config.policies)
+        self._prompts = PromptSettings(block_tokens=block_tokens or config.routing.block_tokens)
+        self._apis = connector(config.handoff).apis
+        self._bytes_per_token = bytes_per_token
+
+    def read(
+        self,
+        request: InferenceRequest,
+        *,
+        headers: Mapping[str, str],
+        path: str,
+        size_bytes: int,
+        request_id: str,
+        arrived_s: float,
+        deadline_s: float,
+    ) -> Asked:
+        """``headers`` have lower-case names, ``path`` no query. Raises ApiError.
+
+        ``request_id`` draws between the models of a canary where nothing else does.
+        """
+        model_asked = request.model()
+        prompt = self._prompt(request, model_asked)
+        resolved = self._policies.resolve(headers, path, model_asked, prompt.tokens)
+        model = self.names.resolve(model_asked, resolved.affinity or request_id)
+        if model != model_asked:
+            request = request.with_model(model)
+            prompt = self._prompt(request, model)
+        policy = resolved.policy
+        if policy.pass_priority:
+            request = request.with_priority(resolved.aims.priority)
+        whole_reason = request.whole_reason()
+        if whole_reason is None and request.treatment not in self._apis:
+            whole_reason = "connector"
+        on_failure = policy.on_prefill_failure
+        return Asked(
+            request=request,
+            model_asked=model_asked,
+            job=Job(
+                model=model,
+                chain=prompt.chain,
+                tokens=max(prompt.tokens, 1),
+                aims=resolved.aims,
+                arrived_s=arrived_s,
+                deadline_s=deadline_s,
+                tenant=resolved.tenant,
+                session=resolved.session,
+                answer_tokens=request.answer_tokens(),
+                size_bytes=size_bytes,
+                handoff=whole_reason is None,
+            ),
+            prompt=prompt,
+            resolved=resolved,
+            whole_reason=whole_reason,
+            retries=0 if on_failure == "fail" else self._prefill.retries,
+            fallback=self._prefill.fallback == "aggregate" if on_failure is None else on_failure == "aggregate",
+        )
+
+    def _prompt(self, request: InferenceRequest, model: str) -> Prompt:
+        return read_prompt(request, self._prompts, model=model, bytes_per_token=self._bytes_per_token.of(model))
