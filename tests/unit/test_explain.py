@@ -437,7 +437,7 @@ def test_what_the_filter_would_refuse_is_refused(body: object, path: str | None,
 def test_neither_answer_nor_snapshot_holds_any_of_the_prompt(tmp_path: Path) -> None:
     router, body = a_router(), {"model": "m", "prompt": TEXT}
     explainer = Explainer(config())
-    job = explainer.read(Question(body=msgspec.Raw(json.dumps(body).encode())), BytesPerToken()).job
+    job = explainer.read(Question(body=msgspec.Raw(json.dumps(body).encode())), BytesPerToken()).asked.job
     router.submit(job, 0.0)
     assert b"secret" not in msgspec.json.encode(ask(body, router=router))
     assert b"secret" not in saved(router, tmp_path / "then.json").read_bytes()
