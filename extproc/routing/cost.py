@@ -6,6 +6,8 @@ ttft(-, D) = queue(D) + uncached(D) / rate(D)
 
 from __future__ import annotations
 
+import math
+
 from extproc.routing.decision import Terms
 from extproc.routing.job import Aims, Job, Objective
 from extproc.routing.load import Load
@@ -145,6 +147,19 @@ class Costs:
                 backlog_s = 0.0
             found.append((backlog_s, leg.turn, position, endpoint))
         return found
+
+    def most_prefill_room(self, endpoints: list[Endpoint], now_s: float) -> float:
+        """Tokens for which the prefill worker with most room has room; one that has nothing to do takes any prompt."""
+        default, most = self.settings.step_tokens, 0.0
+        for endpoint in endpoints:
+            leg = endpoint.prefill
+            tokens = self.outstanding_tokens(endpoint, now_s) if leg.external_requests else leg.tokens
+            if tokens <= 0:
+                return math.inf
+            room = (endpoint.step_tokens or default) - tokens
+            if room > most:
+                most = room
+        return most
 
     def with_room(self, endpoints: list[Endpoint], tokens: int | None, now_s: float) -> list[Loaded]:
         """Decode workers that are not :meth:`full` for ``tokens`` more, each with its :meth:`sequences`; None: all of them."""

@@ -5,7 +5,9 @@ Not every pair is weighed: of each role those that hold most of the prompt, and 
 
 from __future__ import annotations
 
+import math
 import random
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from heapq import nsmallest
@@ -15,6 +17,7 @@ from extproc.routing.cost import Costs, Loaded
 from extproc.routing.decision import Candidate, Decision
 from extproc.routing.job import Aims, Job, Mode, Objective
 from extproc.routing.pool import Endpoint, Pool, Role, matches
+from extproc.routing.prefix import Chain
 from extproc.routing.settings import Routing
 
 _IDLEST = 3
@@ -53,11 +56,23 @@ class FullError(Exception):
 class Hits(NamedTuple):
     """Prompt tokens that workers hold, by address."""
 
-    tokens: Mapping[str, int]
+    tokens: dict[str, int]
 
     def of(self, endpoint: Endpoint) -> int:
         """In the cache of one."""
         return self.tokens.get(endpoint.address, 0)
+
+    def learned(self, job: Job, address: str, chain: Chain) -> bool:
+        """The worker at ``address`` holds ``chain`` now: whether it holds more than before of ``job``, whose hits these are."""
+        own, other, size = job.chain.hashes, chain.hashes, job.chain.block_tokens
+        common = min(len(own), len(other))
+        held = math.ceil(self.tokens.get(address, 0) / size)
+        if held >= common or own[held] != other[held]:
+            return False
+        # A hash covers all blocks before its own: from the first that differs on, nothing is common.
+        blocks = bisect_left(range(common), True, lo=held + 1, key=lambda index: own[index] != other[index])
+        self.tokens[address] = min(int(blocks * size), job.tokens - 1)
+        return True
 
 
 class Picker:
@@ -206,9 +221,10 @@ class Picker:
         *,
         admit: bool = True,
         crowded: bool = False,
+        among: list[Endpoint] | None = None,
     ) -> list[Candidate]:
-        """Pairs, the best first. Raises NoEndpointError, FullError."""
-        decodes = self.decodes(job, hits, now_s, admit=admit, crowded=crowded)
+        """Pairs, the best first; ``among``: decode workers that :meth:`decodes` chose. Raises NoEndpointError, FullError."""
+        decodes = self.decodes(job, hits, now_s, admit=admit, crowded=crowded) if among is None else among
         return sorted(self._pairs(job, self.prefills(job, hits, now_s, exclude), decodes, hits, now_s), key=_cost)
 
     def whole(
@@ -220,13 +236,15 @@ class Picker:
         *,
         admit: bool = True,
         crowded: bool = False,
+        among: list[Endpoint] | None = None,
     ) -> list[Candidate]:
         """Decode workers that would do it all, the best first; ``refused`` where that breaks the ITL SLO of streams there.
 
-        Raises NoEndpointError, FullError.
+        ``among``: decode workers that :meth:`decodes` chose. Raises NoEndpointError, FullError.
         """
         found = []
-        for decode in self.decodes(job, hits, now_s, exclude, admit=admit, crowded=crowded):
+        decodes = self.decodes(job, hits, now_s, exclude, admit=admit, crowded=crowded) if among is None else among
+        for decode in decodes:
             cached = hits.of(decode)
             terms = self._costs.whole(job, decode, cached, now_s)
             found.append(

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from enum import Enum
+from heapq import nsmallest
+from typing import NamedTuple
 
 from extproc.routing import health
 from extproc.routing.cost import Costs
@@ -31,6 +34,12 @@ _HOLD = {Objective.BALANCED: 1.0, Objective.TTFT: 0.0, Objective.THROUGHPUT: 10.
 
 _WEIGHED = frozenset(_HOLD)
 """The other objectives do not look at what a prompt costs where, so there is nothing to wait for: they are sent at once."""
+
+_WARMEST = 4
+"""So many of the prefill workers that hold some of a prompt are weighed for it while it waits."""
+
+_WEIGHED_AGAIN_S = 0.05
+"""While no prefill worker has room for it, a prompt is weighed no more often: only whether it is late can change."""
 
 _LATE_LOOKED_AT = 32
 """Late prompts for which a spare decode worker is looked for, at a time."""
@@ -62,6 +71,7 @@ class Ticket:
 
     __slots__ = (
         "_hits",
+        "_warmest",
         "candidates",
         "decision",
         "decode",
@@ -96,6 +106,14 @@ class Ticket:
         """Whether that is still open, because every decode worker was full."""
         self.candidates: list[Candidate] = []
         self._hits: Hits | None = None
+        self._warmest: _Warmest | None = None
+
+
+class _Warmest(NamedTuple):
+    """The prefill workers that hold most of a prompt, a few, and what the first of them would have to compute."""
+
+    endpoints: list[Endpoint]
+    uncached_tokens: int
 
 
 class Router:
@@ -142,7 +160,7 @@ class Router:
         self.costs.pairs.forget(address)
         for tickets in self._heads.values():
             for ticket in tickets:
-                ticket._hits = None
+                ticket._hits = ticket._warmest = None
 
     def on_load(self, address: str, load: Load, now_s: float) -> None:
         """A worker reported."""
@@ -213,10 +231,11 @@ class Router:
             return None
         hits = self._hits(ticket)
         crowded = len(self.queue) > 0
-        whole = self.picker.whole(job, hits, now_s, admit=held, crowded=crowded)
+        decodes = self.picker.decodes(job, hits, now_s, admit=held, crowded=crowded)
+        whole = self.picker.whole(job, hits, now_s, among=decodes)
         if self._only_itself(job):
             return "cost"
-        apart = self.picker.apart(job, hits, now_s, admit=held, crowded=crowded)
+        apart = self.picker.apart(job, hits, now_s, among=decodes)
         wait_s = self._wait_s(job) if held else 0.0
         ticket.candidates = apart + whole
         if worth_a_handoff(aims, apart, whole, job.tokens, wait_s) is not None:
@@ -257,7 +276,8 @@ class Router:
         if ticket.job.chain.hashes:
             self._heads.setdefault(ticket.job.chain.hashes[0], set()).add(ticket)
         self._impatient += ticket.job.aims.late is not Late.WAIT
-        self._advance(now_s)
+        if fit is not None and fit.ready:
+            self._advance(now_s)
 
     def _too_late(self, ticket: Ticket, fit: Fit, now_s: float) -> RejectedError:
         slo_s = ticket.job.aims.ttft_slo_s or 0.0
@@ -371,7 +391,14 @@ class Router:
     # -- where a prompt is best off ----------------------------------------------------------------------------------------
 
     def _weigh(self, waiting: Waiting, now_s: float) -> Fit | None:
-        return self._weigh_ticket(self._tickets[waiting], now_s, late=waiting.late)
+        ticket = self._tickets[waiting]
+        warmest = ticket._warmest
+        if warmest is not None and ticket.whole_reason is None and now_s - waiting.weighed_s < _WEIGHED_AGAIN_S:
+            with suppress(NoEndpointError):
+                if self._view_of(ticket.job, now_s).prefill_room_tokens < warmest.uncached_tokens:
+                    return None
+        waiting.weighed_s = now_s
+        return self._weigh_ticket(ticket, now_s, late=waiting.late)
 
     def _weigh_ticket(self, ticket: Ticket, now_s: float, *, late: bool = False) -> Fit | None:
         """Where it is best off; None if nobody can take it now. Workers that are gone show when it is placed."""
@@ -394,9 +421,16 @@ class Router:
         costs, hold = self.costs, self.settings.hold * _HOLD[job.aims.objective]
         after_s = job.tokens * costs.kv_bytes_per_token(job) * view.transfer_s_per_byte + self.settings.handoff_overhead_s
         hits = self._hits(ticket).tokens
+        if ticket._warmest is None:
+            warm = [(-cached, address) for address, cached in hits.items() if address in view.able]
+            first = nsmallest(_WARMEST, warm)
+            most = -first[0][0] if first else 0
+            ticket._warmest = _Warmest([view.able[address] for _, address in first], max(job.tokens - most, 1))
         best_score = soonest_s = math.inf
         found: tuple[Endpoint, float, float, bool] | None = None
-        for endpoint in (view.idlest, *(view.able[address] for address in hits if address in view.able)):
+        for endpoint in (view.idlest, *ticket._warmest.endpoints):
+            if endpoint.address not in view.able:
+                continue
             cached = hits.get(endpoint.address, 0)
             uncached = max(job.tokens - cached, 1)
             backlog_s = costs.backlog_s(endpoint, now_s)
@@ -419,7 +453,7 @@ class Router:
 
         They get a third of the workers, and more the nearer the oldest of them is to the end of its patience.
         """
-        busy = view.on_late_prompts - (endpoint.address in view.late_at)
+        busy = len(view.late_at) - (endpoint.address in view.late_at)
         count = len(view.able)
         share = self.queue.longest_wait_share(now_s)
         if share >= _ALL_LANES_FROM:
@@ -446,6 +480,7 @@ class Router:
                     for address, blocks in self.index.lookup(chain).items()
                 }
             )
+            ticket._warmest = None
         return ticket._hits
 
     # -- placing -----------------------------------------------------------------------------------------------------------
@@ -514,7 +549,8 @@ class Router:
             return
         self.index.insert(address, job.chain)
         for other in self._heads.get(job.chain.hashes[0], ()):
-            other._hits = None
+            if other._hits is not None and other._hits.learned(other.job, address, job.chain):
+                other._warmest = None
 
     # -- what became of it -------------------------------------------------------------------------------------------------
 
@@ -635,22 +671,37 @@ def _give_back(claim: Claim | None, now_s: float) -> None:
 class _View:
     """The workers of one kind of prompt, looked at once for all that wait, until something is placed."""
 
-    __slots__ = ("_costs", "_decodes", "_now_s", "able", "idlest", "late_at", "transfer_s_per_byte")
+    __slots__ = (
+        "_costs",
+        "_decodes",
+        "_late_at",
+        "_no_room_for_tokens",
+        "_now_s",
+        "able",
+        "idlest",
+        "prefill_room_tokens",
+        "transfer_s_per_byte",
+    )
 
     def __init__(self, able: list[Endpoint], decodes: list[Endpoint], costs: Costs, now_s: float) -> None:
         self.able = {each.address: each for each in able}
-        self.idlest = min(able, key=lambda each: (costs.backlog_s(each, now_s), each.prefill.turn))
+        self.idlest = min(costs.with_backlog(able, now_s))[-1]
+        self.prefill_room_tokens = costs.most_prefill_room(able, now_s)
+        """No prefill worker can take more tokens than this now."""
         self.transfer_s_per_byte = costs.transfer_rate(decodes[0]).seconds(1.0)
-        self.late_at = {each.address for each in able if any(claim.late for claim in each.prefill.claims)}
-        """Workers that are on late prompts."""
+        self._late_at: set[str] | None = None
+        self._no_room_for_tokens = math.inf
         self._decodes = decodes
         self._costs = costs
         self._now_s = now_s
 
     @property
-    def on_late_prompts(self) -> int:
-        """How many workers are on late prompts."""
-        return len(self.late_at)
+    def late_at(self) -> set[str]:
+        """Workers that are on late prompts."""
+        if self._late_at is None:
+            busy = (each for each in self.able.values() if each.prefill.claims)
+            self._late_at = {each.address for each in busy if any(claim.late for claim in each.prefill.claims)}
+        return self._late_at
 
     def spare_decodes(self) -> list[Endpoint]:
         """Decode workers that have nothing to do at all."""
@@ -664,4 +715,9 @@ class _View:
     def decode_has_room(self, job: Job) -> bool:
         """Whether some decode worker can take it."""
         need = job.tokens + self._costs.answer_tokens(job)
-        return any(not self._costs.full(each, need, self._now_s) for each in self._decodes)
+        if need >= self._no_room_for_tokens:
+            return False
+        found = any(not self._costs.full(each, need, self._now_s) for each in self._decodes)
+        if not found:
+            self._no_room_for_tokens = need
+        return found
