@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 from typing import Any
+from zlib import crc32
 
 from extproc.routing.endpoint_spec import EndpointSet, EndpointSpec
 from extproc.routing.job import Aims, Job, Mode
@@ -38,7 +39,7 @@ def pool_of(
 
 def chain(text: str | int, tokens: int) -> Chain:
     """Of a prompt of ``tokens``. Prompts with the same text share as many blocks as the shorter one has."""
-    name = hash(text) & 0xFFFF_FFFF
+    name = crc32(str(text).encode())
     return Chain(array("Q", (name << 32 | block for block in range(tokens // BLOCK_TOKENS))), float(BLOCK_TOKENS))
 
 
