@@ -13,6 +13,7 @@ import tempfile
 import time
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import aiohttp
@@ -23,7 +24,7 @@ from rich.console import Console
 from bench.routing import report
 from bench.routing.client import Planned, replay
 from bench.routing.engines import MODEL, EngineError, EngineOptions, Engines
-from bench.routing.options import Options, OptionsError, parse
+from bench.routing.options import TRACES, Options, OptionsError, parse
 from bench.routing.policies import CONTESTANTS
 from bench.routing.prompts import http_request
 from bench.routing.routers import MissingPeerError
@@ -92,7 +93,11 @@ class Bench:
 
     async def _trace(self, trace: str, engines: Engines, directory: Path) -> None:
         options = self.options
-        requests = await asyncio.to_thread(load, options.path(trace))
+        offset = TRACES[trace] if options.offset is None else options.offset
+        requests = await asyncio.to_thread(partial(load, options.path(trace), offset=offset))
+        needed = round(options.requests * (_FLOOD_LOAD + _MODEST_LOAD if options.tenants else max(1.0, *options.loads)))
+        if len(requests) < needed:
+            raise EngineError(f"{trace} has {len(requests)} requests from number {offset} on, and {needed} are needed")
         setup = twin_setup(engines.options)
         limit_per_s = await asyncio.to_thread(capacity, requests[: options.requests], setup)
         self.say(

@@ -10,7 +10,9 @@ from pathlib import Path
 from bench.routing.policies import CONTESTANTS
 from bench.routing.routers import default_peers
 
-TRACES = ("conversation", "synthetic")
+TRACES = {"conversation": 0, "synthetic": 3200}
+"""Name -> how many requests are left out before the first. The start of the synthetic trace shares hardly anything: what its
+later requests share, 64 % of all blocks, is first seen there. At its end a short run finds as much again as in service."""
 _FULL = tuple(name for name in CONTESTANTS if name not in ("random", "least-load", "prefix"))
 _ONCE_LOAD = 0.9
 """Where the others run too, unless the policies are named: at every load they would add half an hour and tell little more."""
@@ -32,6 +34,8 @@ class Options:
     folder: Path
     loads: tuple[float, ...]
     requests: int
+    offset: int | None
+    """None: the trace's own."""
     speed: float
     cache_tokens: int
     block_tokens: int
@@ -56,6 +60,7 @@ class Options:
 def parse(arguments: Sequence[str]) -> Options:
     """Raises OptionsError, and SystemExit as argparse does."""
     parser = argparse.ArgumentParser(prog="python -m bench.routing", description="Routing policies on real request traces.")
+    offsets = ", ".join(f"{name} {offset}" for name, offset in TRACES.items())
     only = f"default: {','.join(_FULL)} at every load, all at load {_ONCE_LOAD:g}"
     parser.add_argument("--policies", help=f"of {', '.join(CONTESTANTS)}; {only}")
     parser.add_argument("--traces", default=",".join(TRACES), help="default: %(default)s")
@@ -64,6 +69,7 @@ def parse(arguments: Sequence[str]) -> Options:
         "--loads", default="0.5,0.7,0.9,1.1", help="shares of the capacity under round robin; default: %(default)s"
     )
     parser.add_argument("--requests", type=int, default=400, help="of a run at load 1; more at a higher load (default: 400)")
+    parser.add_argument("--offset", type=int, help=f"requests left out before the first (default: {offsets})")
     parser.add_argument("--speed", type=float, default=5.0, help="so many times faster than the engines' profile (default: 5)")
     parser.add_argument("--cache-tokens", type=int, default=2_500_000, help="KV cache of a worker (default: 2,500,000)")
     parser.add_argument("--block-tokens", type=int, default=128, help="block size of the engines (default: 128)")
@@ -87,6 +93,8 @@ def parse(arguments: Sequence[str]) -> Options:
         raise OptionsError(f"--loads {given.loads}: numbers with commas between them") from None
     if not all(0 < load <= 10 for load in loads):
         raise OptionsError(f"--loads {given.loads}: above 0 and at most 10")
+    if given.offset is not None and given.offset < 0:
+        raise OptionsError("--offset: 0 or more")
     if given.requests < 10 or not 0 < given.speed <= 100:
         raise OptionsError("--requests: at least 10; --speed: above 0 and at most 100")
     options = Options(
@@ -95,6 +103,7 @@ def parse(arguments: Sequence[str]) -> Options:
         folder=folder,
         loads=loads,
         requests=given.requests,
+        offset=given.offset,
         speed=given.speed,
         cache_tokens=given.cache_tokens,
         block_tokens=given.block_tokens,
