@@ -60,7 +60,9 @@ class Costs:
         """Of a worker."""
         rate = self._decode.get(endpoint.address)
         if rate is None:
-            rate = self._decode[endpoint.address] = DecodeRate(self.settings.decode_step_s, self.settings.decode_seq_s)
+            rate = self._decode[endpoint.address] = DecodeRate(
+                self.settings.decode_step_s, self.settings.decode_seq_s, self.settings.decode_token_s
+            )
         return rate
 
     def transfer_rate(self, endpoint: Endpoint) -> TransferRate:
@@ -80,7 +82,9 @@ class Costs:
     def reported(self, endpoint: Endpoint, load: Load) -> None:
         """A worker reported."""
         if load.itl_s is not None and load.itl_s > 0:
-            self.decode_rate(endpoint).note(load.running or 1.0, load.itl_s)
+            known = load.kv_usage is not None and endpoint.kv_tokens is not None
+            kv_tokens = (load.kv_usage or 0.0) * (endpoint.kv_tokens or 0) if known else endpoint.decode.tokens
+            self.decode_rate(endpoint).note(load.running or 1.0, load.itl_s, kv_tokens)
         if load.transfer_s is not None and load.transfer_bytes is not None:
             self.transfer_rate(endpoint).note(load.transfer_bytes, load.transfer_s)
 
@@ -105,14 +109,19 @@ class Costs:
             own_s = -own_s if endpoint.prefill.claims else 0.0
         if not endpoint.prefill.external_requests:
             return own_s
-        others = self.external(endpoint, now_s, prefill=True)
-        return own_s + others * self.prefill_rate(endpoint).seconds(self._uncached_tokens.value)
+        return own_s + self._others_left(endpoint, now_s) * self.prefill_rate(endpoint).seconds(self._uncached_tokens.value)
 
     def outstanding_tokens(self, endpoint: Endpoint, now_s: float) -> float:
         """Prompt tokens that the prefill worker has yet to compute, ours and others'."""
         if not endpoint.prefill.external_requests:
             return endpoint.prefill.tokens
-        return endpoint.prefill.tokens + self.external(endpoint, now_s, prefill=True) * self._uncached_tokens.value
+        return endpoint.prefill.tokens + self._others_left(endpoint, now_s) * self._uncached_tokens.value
+
+    def _others_left(self, endpoint: Endpoint, now_s: float) -> float:
+        """Requests of others that the prefill worker still has: it has been at them since it reported them."""
+        others = self.external(endpoint, now_s, prefill=True)
+        each_s = self.prefill_rate(endpoint).seconds(self._uncached_tokens.value)
+        return max(0.0, others - (now_s - endpoint.prefill.external_s) / each_s)
 
     def room_tokens(self, endpoint: Endpoint) -> int:
         """Of one scheduler step."""
@@ -220,16 +229,16 @@ class Costs:
         uncached = max(job.tokens - cached, 1)
         chunk = min(uncached, self.room_tokens(decode))
         chunk_s = self.prefill_rate(decode).seconds(chunk, job.tokens - chunk)
-        return chunk_s + self.decode_rate(decode).itl_s(self.sequences(decode, now_s))
+        return chunk_s + self.decode_rate(decode).itl_s(self.sequences(decode, now_s), decode.decode.tokens)
 
     def _decoding(self, job: Job, decode: Endpoint, now_s: float) -> Terms:
         rate = self.decode_rate(decode)
         sequences = self.sequences(decode, now_s)
-        answer = self.answer_tokens(job)
+        answer, tokens = self.answer_tokens(job), decode.decode.tokens
         over = sequences + 1 - (decode.max_seqs or self.settings.worker_max_seqs)
         return Terms(
-            queue_decode_s=max(0.0, over) * rate.itl_s(sequences) * answer / max(sequences, 1),
-            generation_s=answer * (rate.itl_s(sequences + 1) - rate.itl_s(1)),
+            queue_decode_s=max(0.0, over) * rate.itl_s(sequences, tokens) * answer / max(sequences, 1),
+            generation_s=answer * (rate.itl_s(sequences + 1, tokens + job.tokens) - rate.itl_s(1, job.tokens)),
         )
 
     def total(self, aims: Aims, terms: Terms, *, pressure: float) -> float:

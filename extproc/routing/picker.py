@@ -166,7 +166,9 @@ class Picker:
         # A stream would stand still behind a prefill that the worker is at.
         room = [each for each in room if each[-1].prefill.busy_until_s <= now_s or Role.PREFILL in each[-1].roles] or room
         if aims.itl_slo_s is not None:
-            itls_s = [costs.decode_rate(each).itl_s(sequences + 1) for sequences, _, _, each in room]
+            itls_s = [
+                costs.decode_rate(each).itl_s(sequences + 1, each.decode.tokens + job.tokens) for sequences, _, _, each in room
+            ]
             if crowded and aims.mode is Mode.AUTO:
                 close_s = _PACKED_ITL_SHARE * aims.itl_slo_s
                 packed = [each for each, itl_s in zip(room, itls_s, strict=True) if itl_s <= close_s]

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Mapping
 from enum import Enum
 
 from extproc.routing.endpoint_spec import EndpointSet, EndpointSpec
 from extproc.routing.load import Load
+
+
+_REPORT_AGE_S = 0.1
+"""How old what a worker reports may be when it arrives."""
+
+_ENDED_MOST = 1024
 
 
 class Role(Enum):
@@ -45,7 +52,7 @@ class Leg:
     """A worker in one of its roles: what is in flight, when it will be through, and whether it fails."""
 
     __slots__ = (
-        "_peak",
+        "_ended_s",
         "blocked_until_s",
         "busy_until_s",
         "claims",
@@ -74,12 +81,14 @@ class Leg:
         """On the worker but not ours, when it last reported: other replicas, direct clients."""
         self.external_s = -math.inf
         """When that was."""
-        self._peak = 0
+        self._ended_s: deque[float] = deque(maxlen=_ENDED_MOST)
+        """When the last requests ended."""
 
-    def peak(self) -> int:
-        """The most requests in flight since this was last asked: a report may count one that has ended since."""
-        peak, self._peak = self._peak, len(self.claims)
-        return peak
+    def reported(self, now_s: float) -> int:
+        """How many of the requests in a report that arrived just now may be ours: it may count some that have ended since."""
+        while self._ended_s and self._ended_s[0] < now_s - _REPORT_AGE_S:
+            self._ended_s.popleft()
+        return len(self.claims) + len(self._ended_s)
 
     @property
     def requests(self) -> int:
@@ -90,7 +99,6 @@ class Leg:
         """Count one request, from now on."""
         claim = Claim(self, tokens, work_s, now_s)
         self.claims[claim] = None
-        self._peak = max(self._peak, len(self.claims))
         self.tokens += tokens
         self.busy_until_s = max(self.busy_until_s, now_s) + work_s
         self.turn = turn
@@ -103,6 +111,7 @@ class Leg:
     def give_back(self, claim: Claim, now_s: float) -> None:
         """Only for Claim.release."""
         del self.claims[claim]
+        self._ended_s.append(now_s)
         self.tokens -= claim.tokens
         # The engine serves in order: what is left begins now, at the earliest.
         self.busy_until_s = now_s + sum(left.work_s for left in self.claims)

@@ -134,6 +134,8 @@ class PrefillQueue:
         assert line is not None
         line.fresh.pop(waiting, None)
         line.aged.pop(waiting, None)
+        if not self._all:
+            self._bands = {band: lines for band, lines in self._bands.items() if band == 0}  # any number may be a band
         return True
 
     def _line(self, job: Job) -> _Line:

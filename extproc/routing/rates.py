@@ -104,23 +104,29 @@ class Ewma:
 
 
 class DecodeRate:
-    """The time between two tokens of a worker, by how many sequences it runs: ``step + each * sequences``.
+    """The time between two tokens of a worker, by what it runs: ``step + each * sequences + token * kv_tokens``.
+
+    A step reads the weights once, and the KV of every token that a sequence in it attends to.
 
     One scale is learned on top of the first guess: a report, a mean over all batches of its interval, holds no more.
     """
 
-    def __init__(self, step_s: float, each_s: float) -> None:
+    def __init__(self, step_s: float, each_s: float, token_s: float = 0.0) -> None:
         self._step_s = step_s
         self._each_s = each_s
+        self._token_s = token_s
         self._scale = Ewma(1.0)
 
-    def itl_s(self, sequences: float) -> float:
-        """With so many sequences in the batch."""
-        return self._scale.value * (self._step_s + self._each_s * sequences)
+    def itl_s(self, sequences: float, kv_tokens: float = 0.0) -> float:
+        """With so many sequences in the batch, which have so many tokens together."""
+        return self._scale.value * self._guess_s(sequences, kv_tokens)
 
-    def note(self, sequences: float, itl_s: float) -> None:
+    def _guess_s(self, sequences: float, kv_tokens: float) -> float:
+        return self._step_s + self._each_s * sequences + self._token_s * kv_tokens
+
+    def note(self, sequences: float, itl_s: float, kv_tokens: float = 0.0) -> None:
         """What a worker reported."""
-        guess = self._step_s + self._each_s * sequences
+        guess = self._guess_s(sequences, kv_tokens)
         self._scale.note(min(max(itl_s / guess, 0.05), 20.0))
 
 

@@ -44,6 +44,12 @@ _WEIGHED_AGAIN_S = 0.05
 _LATE_LOOKED_AT = 32
 """Late prompts for which a spare decode worker is looked for, at a time."""
 
+_SMALL_WORK_S = 0.3
+"""A late prompt that needs no more than this holds nobody up, and goes like any other."""
+
+_SPARE_WORK = 2.0
+"""How many times the work that a prompt needs on a prefill worker it may need on a spare decode worker."""
+
 _MORE_LANES_FROM, _ALL_LANES_FROM = 0.25, 0.5
 """Shares of the longest wait from which on late prompts get all prefill workers but one, and all of them."""
 
@@ -176,10 +182,10 @@ class Router:
         if load.running is not None or load.waiting is not None:
             present = (load.running or 0.0) + (load.waiting or 0.0)
             both = len(endpoint.roles) > 1
-            own = endpoint.prefill.peak() + endpoint.decode.peak() if both else 0
+            own = endpoint.prefill.reported(now_s) + endpoint.decode.reported(now_s) if both else 0
             # On a worker with both roles nobody can tell the legs of others apart; most of their time is decoding.
             leg = endpoint.prefill if endpoint.roles == {Role.PREFILL} else endpoint.decode
-            leg.external_requests = max(0.0, present - (own if both else leg.peak()))
+            leg.external_requests = max(0.0, present - (own if both else leg.reported(now_s)))
             leg.external_s = now_s
         self.costs.reported(endpoint, load)
 
@@ -359,6 +365,9 @@ class Router:
             hits = self._hits(ticket)
             decode = max(spare, key=hits.of)
             terms = self.costs.whole(job, decode, hits.of(decode), now_s)
+            fit = self._weigh_ticket(ticket, now_s)
+            if fit is not None and terms.prefill_s > _SPARE_WORK * fit.work_s + _SMALL_WORK_S:
+                continue  # most of it is in the cache of a prefill worker, and worth waiting for
             chosen = Candidate(prefill=None, decode=decode.address, cost=0.0, terms=terms, cached_decode_tokens=hits.of(decode))
             chosen.cost = self.costs.total(job.aims, terms, pressure=0.0)
             self.queue.remove(waiting)
@@ -445,7 +454,11 @@ class Router:
                 found = endpoint, work_s, finish_s + after_s, ready
         assert found is not None
         endpoint, work_s, finish_s, ready = found
-        ready = ready and view.decode_has_room(job) and not (late and self._lane_closed(view, endpoint, now_s))
+        ready = (
+            ready
+            and view.decode_has_room(job)
+            and not (late and work_s > _SMALL_WORK_S and self._lane_closed(view, endpoint, now_s))
+        )
         return Fit(endpoint, work_s, finish_s, soonest_s, ready)
 
     def _lane_closed(self, view: _View, endpoint: Endpoint, now_s: float) -> bool:
@@ -529,7 +542,8 @@ class Router:
             tokens=uncached, work_s=chosen.terms.prefill_s, now_s=now_s, turn=self._turn
         )
         health.chosen(prefill.prefill, ticket.prefill_claim, self.settings, now_s)
-        ticket.prefill_claim.late = ticket.waiting is not None and ticket.waiting.late
+        late = ticket.waiting is not None and ticket.waiting.late
+        ticket.prefill_claim.late = late and chosen.terms.prefill_s > _SMALL_WORK_S
         self._learn(prefill.address, job)
         self._view.clear()
 

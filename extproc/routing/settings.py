@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 _MAY_BE_ZERO = frozenset(
-    ("hold", "aged_share", "tenant_quantum_s", "handshake_s", "handoff_overhead_s", "decode_seq_s", "seed")
+    ("hold", "aged_share", "tenant_quantum_s", "handshake_s", "handoff_overhead_s", "decode_seq_s", "decode_token_s", "seed")
 )
 
 _SHARES = {"aged_share": 1.0, "kv_headroom": 1.0}
@@ -43,6 +43,8 @@ class Routing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """First guess of a decode step with one sequence: the time between two tokens."""
     decode_seq_s: float = 0.0003
     """First guess of what each sequence more adds to a decode step."""
+    decode_token_s: float = 5e-8
+    """First guess of what each token in the KV cache of its sequences adds to a decode step: the time to read it."""
     kv_bytes_per_token: float = 131_072.0
     """KV cache of one token, all layers; 131,072 is an 8B Llama in BF16, 327,680 a 70B."""
     kv_bytes_by_model: dict[str, float] = {}

@@ -286,7 +286,7 @@ def _endpoints(router: Router, now_s: float) -> list[EndpointState]:
                 transfers=None if transfer is None else Transfers(bytes=transfer._bytes, seconds=transfer._seconds),
                 reported=endpoint.load,
                 prefill_tokens_per_s=round(costs.prefill_rate(endpoint).tokens_per_s, 1),
-                itl_s=round(costs.decode_rate(endpoint).itl_s(costs.sequences(endpoint, now_s)), 6),
+                itl_s=round(costs.decode_rate(endpoint).itl_s(costs.sequences(endpoint, now_s), endpoint.decode.tokens), 6),
                 backlog_s=round(costs.backlog_s(endpoint, now_s), 6),
                 prefix_blocks=router.index.held(address),
             )

@@ -95,6 +95,17 @@ def test_requests_of_others_count_as_typical_ones_and_only_while_the_report_is_f
     assert costs.sequences(w["d0"], w.now_s) == 0
 
 
+def test_a_worker_has_been_at_the_requests_of_others_since_it_reported_them() -> None:
+    w = world(stale_s=5.0)
+    w.reports("p0", running=3)
+    each_s = w.router.costs.prefill_rate(w["p0"]).seconds(2048)
+    w.now_s += 2 * each_s
+    assert w.router.costs.backlog_s(w["p0"], w.now_s) == pytest.approx(each_s)
+    assert w.router.costs.outstanding_tokens(w["p0"], w.now_s) == pytest.approx(2048)
+    w.now_s += 2 * each_s
+    assert w.router.costs.backlog_s(w["p0"], w.now_s) == w.router.costs.outstanding_tokens(w["p0"], w.now_s) == 0
+
+
 def test_a_decode_worker_is_full_by_sequences_or_by_kv_tokens() -> None:
     w = World(pool_of(1, specs("d", 2, max_seqs=4, kv_tokens=10_000)), kv_headroom=0.9)
     costs = w.router.costs
@@ -135,7 +146,7 @@ def test_the_longest_stall_is_one_step_of_the_prefill_not_all_of_it() -> None:
     w = world(step_tokens=2000)
     busy(w, "d0", 1)
     stall_s = w.router.costs.longest_stall_s(w.job(TOKENS), w["d0"], 0, w.now_s)
-    assert stall_s == pytest.approx(0.2 + w.router.costs.decode_rate(w["d0"]).itl_s(1))
+    assert stall_s == pytest.approx(0.2 + w.router.costs.decode_rate(w["d0"]).itl_s(1, w["d0"].decode.tokens))
 
 
 def test_ttft_counts_only_the_requests_own_time_throughput_only_work_balanced_both() -> None:

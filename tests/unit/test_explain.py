@@ -129,7 +129,7 @@ def test_a_decode_worker_with_more_answers_is_slower() -> None:
     give(router, D0, Role.DECODE, times=20)
     found = explain(router, a_job(), 0.0)
     assert found.decision is not None
-    assert row(found, found.decision.prefill, D0).why == "its answer would take 1.5 s longer beside the others there"
+    assert row(found, found.decision.prefill, D0).why == "its answer would take 1.6 s longer beside the others there"
 
 
 def test_a_prefill_on_a_busy_decode_worker_holds_up_its_streams() -> None:
