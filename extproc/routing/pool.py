@@ -10,7 +10,6 @@ from enum import Enum
 from extproc.routing.endpoint_spec import EndpointSet, EndpointSpec
 from extproc.routing.load import Load
 
-
 _REPORT_AGE_S = 0.1
 """How old what a worker reports may be when it arrives."""
 

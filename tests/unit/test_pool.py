@@ -41,12 +41,12 @@ def test_when_one_is_done_the_rest_begins_now() -> None:
     assert leg.busy_until_s == 7.0
 
 
-def test_the_peak_is_the_most_since_it_was_last_asked() -> None:
+def test_a_report_may_count_what_ended_while_it_was_under_way_but_not_what_ended_long_before() -> None:
     leg = Leg()
     claims = [claimed(leg) for _ in range(3)]
-    for claim in claims[1:]:
-        claim.release(1.0)
-    assert [leg.peak(), leg.peak()] == [3, 1]
+    claims[0].release(1.0)
+    claims[1].release(5.0)
+    assert [leg.reported(now_s) for now_s in (5.05, 5.5)] == [2, 1]
 
 
 def test_the_leak_guard_gives_back_what_is_too_old_and_says_how_many() -> None:

@@ -102,7 +102,7 @@ def test_a_hung_worker_does_not_hold_up_the_queue_for_the_others() -> None:
 
 def test_requests_of_others_on_the_worker_count_while_their_report_is_fresh() -> None:
     w = one_worker(stale_s=3.0)
-    w.reports("p0", running=8, waiting=0)
+    w.reports("p0", running=40, waiting=0)
     ticket = w.apart(STEP)
     assert not placed(ticket)
     w.wait(2.0)
@@ -274,7 +274,7 @@ def test_the_queue_has_a_hard_limit_on_bytes_that_counts_what_waits_only() -> No
     w = one_worker(queue_bytes=1000)
     first = w.apart(STEP, size_bytes=900)
     second = w.apart(STEP, size_bytes=900)
-    with pytest.raises(RejectedError, match="routing.queue_bytes") as caught:
+    with pytest.raises(RejectedError, match=r"routing\.queue_bytes") as caught:
         w.apart(STEP, size_bytes=101)
     assert caught.value.reason == "queue_full"
     w.prefilled(first)

@@ -243,7 +243,7 @@ def test_whoever_gives_the_router_more_to_know_meets_this_test() -> None:
         *("sent_s", "state", "undecided", "waiting", "whole_reason", "_warmest"),
     }
     assert set(Leg.__slots__) <= {
-        *("_peak", "blocked_until_s", "busy_until_s", "claims", "external_requests", "external_s", "failures"),
+        *("_ended_s", "blocked_until_s", "busy_until_s", "claims", "external_requests", "external_s", "failures"),
         *("tokens", "trial", "turn"),
     }
     assert set(Claim.__slots__) <= {"late", "leg", "since_s", "tokens", "work_s"}
