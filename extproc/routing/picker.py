@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from heapq import nsmallest
+from itertools import islice
 from typing import NamedTuple
 
 from extproc.routing.cost import Costs, Loaded
@@ -346,9 +347,11 @@ def _idlest_and_warmest(room: list[Loaded], hits: Hits) -> list[Endpoint]:
     held = hits.tokens
     if not held:
         return idlest
-    warm = [
-        (-held[endpoint.address], position, endpoint)
-        for _, _, position, endpoint in room
-        if endpoint.address in held and endpoint not in idlest
-    ]
-    return idlest + [endpoint for *_, endpoint in nsmallest(_WARMEST, warm)]
+    # Where all hold a common beginning, only those that hold more, and a few that hold just that, are put in order.
+    amounts = [held.get(endpoint.address, 0) for *_, endpoint in room]
+    most = _IDLEST + _WARMEST
+    least = max(sorted(amounts)[-most:][0], 1)
+    more = [place for place, amount in enumerate(amounts) if amount > least]
+    same = islice((place for place, amount in enumerate(amounts) if amount == least), most)
+    warm = [(-amounts[place], place) for place in (*more, *same) if room[place][-1] not in idlest]
+    return idlest + [room[place][-1] for _, place in nsmallest(_WARMEST, warm)]

@@ -486,13 +486,10 @@ class Router:
     def _hits(self, ticket: Ticket) -> Hits:
         if ticket._hits is None:
             chain, tokens = ticket.job.chain, ticket.job.tokens
-            ticket._hits = Hits(
-                {
-                    # The last token is always computed: its logits are wanted.
-                    address: min(int(blocks * chain.block_tokens), tokens - 1)
-                    for address, blocks in self.index.lookup(chain).items()
-                }
-            )
+            found = self.index.lookup(chain)
+            # The last token is always computed: its logits are wanted. A thousand workers may hold the same few lengths.
+            held = {blocks: min(int(blocks * chain.block_tokens), tokens - 1) for blocks in set(found.values())}
+            ticket._hits = Hits({address: held[blocks] for address, blocks in found.items()})
             ticket._warmest = None
         return ticket._hits
 

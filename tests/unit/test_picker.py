@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from extproc.routing.endpoint_spec import EndpointSpec
 from extproc.routing.job import Mode, Objective
-from extproc.routing.picker import NoEndpointError
+from extproc.routing.picker import Hits, NoEndpointError, _idlest_and_warmest
 from extproc.routing.pool import Role
+from extproc.routing.prefix import Chain
 from extproc.routing.router import Ticket
 from tests.unit.routing_world import World, decodes, pool_of, prefills, specs, tailed
 
@@ -420,3 +425,34 @@ def test_operators_may_say_how_fast_a_worker_is_before_it_was_seen() -> None:
     for address in ("p0", "fast"):
         busy_prefill(w, address, 0.5)
     assert prefills([at_once(w, 20_000)]) == ["fast"]
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from((0, 0, 64, 64, 128, 640))), min_size=1, max_size=20))
+def test_those_that_are_weighed_are_the_idlest_and_of_the_others_the_warmest(workers: list[tuple[int, int]]) -> None:
+    pool = pool_of(len(workers), 0)
+    room = [
+        (float(load), 0, place, endpoint)
+        for place, ((load, _), endpoint) in enumerate(zip(workers, pool.endpoints, strict=True))
+    ]
+    held = {endpoint.address: tokens for (_, tokens), endpoint in zip(workers, pool.endpoints, strict=True) if tokens}
+    idlest = sorted(room)[:3]
+    others = [each for each in room if each not in idlest and each[-1].address in held]
+    warmest = sorted(others, key=lambda each: (-held[each[-1].address], each[2]))[:3]
+    assert _idlest_and_warmest(room, Hits(held)) == [each[-1] for each in idlest + warmest]
+
+
+@given(st.integers(0, 8), st.integers(0, 8), st.integers(0, 8), st.sampled_from((64.0, 21.3, 512.0)))
+def test_what_a_prompt_shares_with_a_placed_one_is_found_as_the_index_finds_it(
+    own: int, other: int, held: int, size: float
+) -> None:
+    shared = min(own, other)
+    mine = Chain(array("Q", [*range(shared), *range(100, 100 + own - shared + 1)]), size)
+    placed_one = Chain(array("Q", [*range(shared), *range(200, 200 + other - shared + 1)]), size)
+    w = World()
+    job = w.job(int((own + 2) * size), chain=mine)
+    w.router.index.insert("p0", mine, min(held, len(mine.hashes)))
+    hits = w.router._hits(Ticket(job))
+    before = hits.tokens.get("p0", 0)
+    w.router.index.insert("p0", placed_one)
+    assert hits.learned(job, "p0", placed_one) is (hits.tokens.get("p0", 0) > before)
+    assert hits.tokens == w.router._hits(Ticket(job)).tokens
