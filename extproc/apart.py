@@ -71,6 +71,14 @@ async def _by_delegation(journey: Journey, ask: Ask, ticket: Ticket) -> None:
     pair = _pair(journey, ticket)
     assert ticket.decode is not None
     await _dispatch(journey, ask, journey.parts.connector.announce(pair), ticket.decode)
+    noted = journey.on_answer
+
+    def begun(answer: wire.ResponseHeaders) -> None:
+        journey.parts.dispatcher.prefill_failed(ticket, blame=False)
+        if noted is not None:
+            noted(answer)
+
+    journey.on_answer = begun
 
 
 def _pair(journey: Journey, ticket: Ticket) -> Pair:

@@ -6,8 +6,9 @@ import asyncio
 from typing import Any
 
 import pytest
+from aiohttp import web
 
-from tests.stack.fake_worker import when
+from tests.stack.fake_worker import FakeWorker, when
 from tests.stack.harness import Stack
 from tests.stack.test_errors import PROMPT, answering, error_of
 from tests.stack.test_legs import post
@@ -34,6 +35,33 @@ async def test_the_sidecar_gets_the_prefill_workers_address_and_the_clients_body
         assert received.headers["x-prefiller-host-port"] == stack.prefill[0].address
         assert received.headers["x-kv-transfer"] == f'llmd-sidecar;prefill="{stack.prefill[0].address}"'
         assert stack.prefill[0].received == []
+
+
+async def test_a_prefill_that_the_sidecar_makes_counts_until_the_answer_begins() -> None:
+    async with with_connector("llmd_sidecar") as stack:
+        begun, over = asyncio.Event(), asyncio.Event()
+
+        async def answer(request: web.Request, _: bytes) -> web.StreamResponse:
+            await begun.wait()
+            response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+            await response.prepare(request)
+            await over.wait()
+            return response
+
+        async def in_flight(role: str, worker: FakeWorker) -> float:
+            return (await stack.metrics())[f'baton_endpoint_in_flight{{endpoint="{worker.address}",role="{role}"}}']
+
+        stack.decode[0].answer = answer
+        request = asyncio.create_task(post(stack, "/v1/completions", PROMPT))
+        await until(lambda: bool(stack.decode[0].received))
+        assert await in_flight("prefill", stack.prefill[0]) == 1
+        begun.set()
+        async with asyncio.timeout(5):
+            while await in_flight("prefill", stack.prefill[0]) != 0:
+                await asyncio.sleep(0.02)
+        assert await in_flight("decode", stack.decode[0]) == 1
+        over.set()
+        assert (await request)[0] == 200
 
 
 async def test_lmcache_prefills_with_the_receiver_and_decodes_the_clients_body() -> None:
