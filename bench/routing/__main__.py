@@ -7,11 +7,9 @@ Envoy and the filter, or a peer in their place, are processes; the engines are t
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 import tempfile
 import time
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +24,7 @@ from bench.routing.client import Planned, replay
 from bench.routing.engines import MODEL, EngineError, EngineOptions, Engines
 from bench.routing.options import TRACES, Options, OptionsError, parse
 from bench.routing.policies import CONTESTANTS
+from bench.routing.priority import Priority, take
 from bench.routing.prompts import http_request
 from bench.routing.routers import MissingPeerError
 from bench.routing.run import RunResult, plan, run
@@ -152,14 +151,17 @@ class Bench:
         numbers, late = result.summary, result.late_ms
         slow = max(late.values()) / 1e3 * self.options.speed > 2 * _LATE_LIMIT_S
         self.say(
-            f"{title}: goodput {numbers.goodput:.1%}, TTFT p50 {numbers.ttft_p50_s:.2f} p99 {numbers.ttft_p99_s:.1f} s, "
-            f"ITL p99 {numbers.itl_p99_s * 1e3:.0f} ms, hit {result.hit_ratio:.1%}; {result.real_s:.0f} s, "
-            f"{sum(result.cores.values()):.2f} cores; late (p99, real ms): "
-            + ", ".join(f"{part} {ms:.1f}" for part, ms in late.items())
+            f"{title}: goodput {numbers.goodput:.1%} (in time {result.in_time:.1%}, steady {result.steady:.1%}), "
+            f"TTFT p50 {numbers.ttft_p50_s:.2f} p99 {numbers.ttft_p99_s:.1f} s, ITL p99 {numbers.itl_p99_s * 1e3:.0f} ms, "
+            f"hit {result.hit_ratio:.1%}; {result.real_s:.0f} s, {sum(result.cores.values()):.2f} cores; "
+            f"late (p99, real ms): {', '.join(f'{part} {ms:.1f}' for part, ms in late.items())}"
             + (": the machine did not keep up" if slow else "")
         )
         for tenant, own in result.by_tenant.items():
-            self.say(f"  tenant {tenant}: {own.requests} requests, goodput {own.goodput:.1%}, TTFT p50 {own.ttft_p50_s:.2f} s")
+            self.say(
+                f"  tenant {tenant}: {own.requests} requests, goodput {own.goodput:.1%}, TTFT p50 {own.ttft_p50_s:.2f} s, "
+                f"ITL p99 {own.itl_p99_s * 1e3:.0f} ms"
+            )
         for problem in result.errors[:2]:
             self.say(f"  not served: {problem}")
         if result.violations:
@@ -195,14 +197,6 @@ class Bench:
             self.options.out.write_bytes(msgspec.json.format(msgspec.json.encode(tree)))
 
 
-def _take_realtime_priority() -> bool:
-    """So that what else runs on the machine does not show in the gaps between tokens. Children inherit it."""
-    with suppress(OSError, AttributeError):
-        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
-        return True
-    return False
-
-
 def main(arguments: list[str]) -> int:
     """Returns the exit status: 0 if all ran, whatever came of it; 1 if something did not; 2 for options; 130 for Ctrl-C."""
     console = Console(width=170, soft_wrap=True)
@@ -212,7 +206,7 @@ def main(arguments: list[str]) -> int:
         console.print(f"bench: {error}", highlight=False, markup=False, style="red")
         return 2
     bench = Bench(options, console)
-    if options.realtime and not _take_realtime_priority():
+    if options.realtime and not take(Priority.LOAD):
         bench.say("no real-time priority: whatever else runs here will show in the gaps between tokens")
     engine_options = replace(
         EngineOptions(), speed=options.speed, block_tokens=options.block_tokens, cache_tokens=options.cache_tokens

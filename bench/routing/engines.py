@@ -13,6 +13,7 @@ from typing import Any
 
 import aiohttp
 
+from bench.routing.priority import Priority, starting
 from workers.process import Child, stop_all
 from workers.ready import free_ports, wait_ready
 
@@ -33,7 +34,7 @@ class EngineOptions:
 
     prefill: int = 3
     decode: int = 5
-    speed: float = 4.0
+    speed: float = 3.0
     block_tokens: int = 128
     """Large blocks mean few hashes: the engines' own work must stay small beside what they simulate."""
     cache_tokens: int = 2_500_000
@@ -97,7 +98,8 @@ class Engines:
                     "--enable-prompt-tokens-details",
                 )
                 name = f"engine-{index}"
-                self.children.append(Child(name, argv, log=self._directory / f"{name}.log", grace_s=2.0))
+                with starting(Priority.PREFILL if index < options.prefill else Priority.DECODE):
+                    self.children.append(Child(name, argv, log=self._directory / f"{name}.log", grace_s=2.0))
             for child, address in zip(self.children, self.addresses, strict=True):
                 wait_ready(child, f"http://{address}/health", _START_TIMEOUT_S)
             parts.pop_all()

@@ -68,9 +68,9 @@ def parse(arguments: Sequence[str]) -> Options:
     parser.add_argument(
         "--loads", default="0.5,0.7,0.9,1.1", help="shares of the capacity under round robin; default: %(default)s"
     )
-    parser.add_argument("--requests", type=int, default=400, help="of a run at load 1; more at a higher load (default: 400)")
+    parser.add_argument("--requests", type=int, default=250, help="of a run at load 1; more at a higher load (default: 250)")
     parser.add_argument("--offset", type=int, help=f"requests left out before the first (default: {offsets})")
-    parser.add_argument("--speed", type=float, default=5.0, help="so many times faster than the engines' profile (default: 5)")
+    parser.add_argument("--speed", type=float, default=3.0, help="so many times faster than the engines' profile (default: 3)")
     parser.add_argument("--cache-tokens", type=int, default=2_500_000, help="KV cache of a worker (default: 2,500,000)")
     parser.add_argument("--block-tokens", type=int, default=128, help="block size of the engines (default: 128)")
     parser.add_argument("--peers", type=Path, default=default_peers(), help="virtual environment of the peers")

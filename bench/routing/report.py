@@ -21,7 +21,21 @@ BETTER_PEER = {0.5: 1.0, 0.9: 1.3, 1.1: 2.5}
 """Load -> how many times the better peer's goodput Baton's is to be at least."""
 
 _HEADINGS = (
-    *("trace", "load", "policy", "goodput", "good/s", "TTFT p50", "p99", "ITL p99", "hit", "spread", "alone"),
+    *(
+        "trace",
+        "load",
+        "policy",
+        "goodput",
+        "good/s",
+        "in time",
+        "steady",
+        "TTFT p50",
+        "p99",
+        "ITL p99",
+        "hit",
+        "spread",
+        "alone",
+    ),
     *("refused", "failed", "waited", "cores"),
 )
 
@@ -57,6 +71,8 @@ def cells(result: RunResult) -> list[str]:
         result.contestant,
         f"{numbers.goodput:.1%}",
         f"{numbers.goodput_per_s:.2f}",
+        f"{result.in_time:.1%}",
+        f"{result.steady:.1%}",
         f"{numbers.ttft_p50_s:.2f} s",
         f"{numbers.ttft_p99_s:.1f} s",
         f"{numbers.itl_p99_s * 1e3:.0f} ms",

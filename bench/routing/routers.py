@@ -12,6 +12,7 @@ import msgspec
 
 from bench.routing.engines import Engines
 from bench.routing.policies import Contestant, sections
+from bench.routing.priority import Priority, starting
 from extproc.config import Config
 from extproc.stack import await_endpoints, envoy_command, filter_command, find_envoy, stack_config, write_configs
 from workers.process import Child, stop_all
@@ -45,7 +46,8 @@ class Router:
         }[self.contestant.kind]
         with ExitStack() as parts:
             parts.callback(self._stop)
-            start()
+            with starting(Priority.ROUTER):
+                start()
             parts.pop_all()
         return self
 

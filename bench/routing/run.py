@@ -17,7 +17,7 @@ from bench.routing.policies import Contestant
 from bench.routing.prompts import http_request
 from bench.routing.routers import Router
 from bench.routing.usage import Lateness, cpu_s
-from workers.goodput import Outcome, Summary, percentile, summary
+from workers.goodput import ITL_SLO_S, TTFT_SLO_S, Outcome, Summary, percentile, summary
 from workers.traces import Request
 
 _TIMEOUT_S = 1200.0
@@ -36,6 +36,10 @@ class RunResult:
     rate_per_s: float
     summary: Summary
     by_tenant: dict[str, Summary] = field(default_factory=dict)
+    in_time: float
+    """Share of all requests with a first token within the limit, whatever came then."""
+    steady: float
+    """Share of all requests with the gaps between tokens within the limit, whenever they began."""
     hit_ratio: float
     """Prompt tokens that the prefill workers had in their caches, of all that they were given."""
     spread: float
@@ -150,6 +154,8 @@ def _result(
         rate_per_s=len(outcomes) / span_s if span_s else float("nan"),
         summary=summary(outcomes),
         by_tenant={tenant: summary(_of(outcomes, tenant)) for tenant in tenants},
+        in_time=_share(outcomes, lambda o: o.ttft_s is not None and o.ttft_s <= TTFT_SLO_S),
+        steady=_share(outcomes, lambda o: o.ttft_s is not None and (o.itl_p99_s or 0.0) <= ITL_SLO_S),
         hit_ratio=cached / (cached + computed) if cached + computed else float("nan"),
         spread=prefill_spread([each.computed_tokens for each in prompts]),
         pulled_tokens=sum(each.pulled_tokens for each in counters[prefill:]),
@@ -163,6 +169,10 @@ def _result(
         cores=cores,
         late_ms=late_ms,
     )
+
+
+def _share(outcomes: Sequence[Outcome], good: Callable[[Outcome], bool]) -> float:
+    return sum(map(good, outcomes)) / len(outcomes) if outcomes else float("nan")
 
 
 def _of(outcomes: Sequence[Outcome], tenant: str) -> list[Outcome]:

@@ -188,6 +188,8 @@ def _result(name: str, load: float, goodput: float, **changes: object) -> RunRes
         load=load,
         rate_per_s=1.0,
         summary=_summary(goodput),
+        in_time=goodput,
+        steady=1.0,
         hit_ratio=0.2,
         spread=1.0,
         pulled_tokens=1,
