@@ -157,6 +157,20 @@ class Costs:
             found.append((backlog_s, leg.turn, position, endpoint))
         return found
 
+    def idlest_prefill(self, endpoints: list[Endpoint], now_s: float) -> tuple[Endpoint, float]:
+        """The prefill worker with the least to do, and :meth:`most_prefill_room`."""
+        idle: Endpoint | None = None
+        turn: float = math.inf
+        for endpoint in endpoints:
+            leg = endpoint.prefill
+            if leg.claims or leg.turn >= turn:
+                continue
+            if not leg.external_requests or self.backlog_s(endpoint, now_s) <= 0:
+                idle, turn = endpoint, leg.turn
+        if idle is not None:
+            return idle, math.inf
+        return min(self.with_backlog(endpoints, now_s))[-1], self.most_prefill_room(endpoints, now_s)
+
     def most_prefill_room(self, endpoints: list[Endpoint], now_s: float) -> float:
         """Tokens for which the prefill worker with most room has room; one that has nothing to do takes any prompt."""
         default, most = self.settings.step_tokens, 0.0

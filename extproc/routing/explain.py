@@ -110,9 +110,9 @@ class _Shadow(PrefixIndex):
         super().__init__(1_000_000)
         self._real = real
 
-    def lookup(self, chain: Chain) -> dict[str, int]:
-        found = dict(self._real.lookup(chain))
-        for address, blocks in super().lookup(chain).items():
+    def lookup(self, chain: Chain, most: int | None = None) -> dict[str, int]:
+        found = dict(self._real.lookup(chain, most))
+        for address, blocks in super().lookup(chain, most).items():
             found[address] = max(blocks, found.get(address, 0))
         return found
 

@@ -28,6 +28,15 @@ _WARMEST = 3
 _PACKED_ITL_SHARE = 0.6
 """Of the ITL SLO: up to here streams keep together while prompts wait."""
 
+_LOOKED_AT = 64
+"""Of more workers, only so many are looked at for a prompt, beside those that hold most of it."""
+
+_HOLDERS = 8
+"""So many of those that hold most of it."""
+
+_WEIGHED = frozenset((Objective.BALANCED, Objective.TTFT, Objective.THROUGHPUT))
+"""Objectives that weigh costs."""
+
 _WORTH_A_HIT = 0.1
 """Share of a prompt that a worker must hold for the objective `prefix` to go there."""
 
@@ -76,6 +85,13 @@ class Hits(NamedTuple):
         return True
 
 
+class _Group(NamedTuple):
+    """The endpoints among which a kind of prompt can choose."""
+
+    endpoints: list[Endpoint]
+    by_address: dict[str, Endpoint]
+
+
 class Picker:
     """Chooses; it changes nothing but whose turn it is among equals."""
 
@@ -84,7 +100,7 @@ class Picker:
         self._costs = costs
         self._settings = settings
         self._random = random.Random(settings.seed)  # noqa: S311 (a load balancer, not a secret)
-        self._groups: dict[tuple[Role, str | None, frozenset[tuple[str, str]]], list[Endpoint]] = {}
+        self._groups: dict[tuple[Role, str | None, frozenset[tuple[str, str]]], _Group] = {}
         self._version = -1
         self._sessions: OrderedDict[str, str] = OrderedDict()
         self.panics = 0
@@ -94,6 +110,13 @@ class Picker:
 
     def group(self, role: Role, model: str | None, labels: Mapping[str, str]) -> list[Endpoint]:
         """The live endpoints of ``role`` that serve ``model`` and have ``labels``. Raises NoEndpointError."""
+        return self._group(role, model, labels).endpoints
+
+    def members(self, role: Role, model: str | None, labels: Mapping[str, str]) -> dict[str, Endpoint]:
+        """The same by address. Raises NoEndpointError."""
+        return self._group(role, model, labels).by_address
+
+    def _group(self, role: Role, model: str | None, labels: Mapping[str, str]) -> _Group:
         if self._version != self._pool.version or len(self._groups) > _GROUPS:
             self._version = self._pool.version
             self._groups.clear()
@@ -104,10 +127,10 @@ class Picker:
             serving = [each for each in live if each.serves(model)]
             if not serving:
                 raise NoEndpointError(role, model if live else None)
-            found = [each for each in serving if matches(each.labels, labels)]
-            if not found:
+            fitting = [each for each in serving if matches(each.labels, labels)]
+            if not fitting:
                 raise NoEndpointError(role, labels=labels)
-            self._groups[key] = found
+            found = self._groups[key] = _Group(fitting, {each.address: each for each in fitting})
         return found
 
     def able(
@@ -129,6 +152,32 @@ class Picker:
             return group
         return good
 
+    def _some(
+        self, role: Role, job: Job, labels: Mapping[str, str], hits: Hits, now_s: float, exclude: Collection[str]
+    ) -> list[Endpoint]:
+        """:meth:`able`, but of many only some: others for every prompt, and those that hold most of it. Raises NoEndpointError.
+
+        The best of a hundred is hardly worse than the best of a thousand, and a tenth of the work.
+        """
+        group = self.group(role, job.model, labels)
+        if len(group) > _LOOKED_AT:
+            # The prompt's own hash says where to begin, so that the same question has the same answer.
+            start = (job.chain.hashes[-1] if len(job.chain.hashes) else job.tokens) % len(group)
+            window = group[start : start + _LOOKED_AT]
+            window += group[: _LOOKED_AT - len(window)]
+            members = self.members(role, job.model, labels)
+            holders = [members[address] for address in hits.tokens if address in members]
+            window += [each for each in holders[:_HOLDERS] if each not in window]
+            if role is Role.PREFILL:
+                good = [each for each in window if each.prefill.blocked_until_s <= now_s]
+            else:
+                good = [each for each in window if each.decode.blocked_until_s <= now_s]
+            if exclude:
+                good = [each for each in good if each.address not in exclude]
+            if good:
+                return good
+        return self.able(role, job.model, labels, now_s, exclude)
+
     # -- decode ------------------------------------------------------------------------------------------------------------
 
     def decodes(
@@ -149,17 +198,23 @@ class Picker:
         Raises NoEndpointError, FullError.
         """
         aims, costs = job.aims, self._costs
-        able = self.able(Role.DECODE, job.model, aims.decode_labels, now_s, exclude)
-        room = costs.with_room(able, job.tokens + costs.answer_tokens(job), now_s)
-        if not room:
-            if admit:
-                raise FullError
-            room = costs.with_room(able, None, now_s)
+        need = job.tokens + costs.answer_tokens(job)
+        weighed = aims.objective in _WEIGHED
+        some = self._some(Role.DECODE, job, aims.decode_labels, hits, now_s, exclude) if weighed else []
         home = self._sessions.get(job.session) if job.session else None
         if home is not None:
-            at_home = [each for *_, each in room if each.address == home]
+            able = self.able(Role.DECODE, job.model, aims.decode_labels, now_s, exclude)
+            at_home = [each for each in able if each.address == home and not costs.full(each, need, now_s)]
             if at_home:
                 return at_home
+        room = costs.with_room(some, need, now_s)
+        if not room:
+            able = self.able(Role.DECODE, job.model, aims.decode_labels, now_s, exclude)
+            room = costs.with_room(able, need, now_s)
+            if not room:
+                if admit:
+                    raise FullError
+                room = costs.with_room(able, None, now_s)
         if aims.objective is Objective.RANDOM:
             return [self._random.choice(room)[-1]]
         if aims.objective is Objective.ROUND_ROBIN:
@@ -198,6 +253,9 @@ class Picker:
     def prefills(self, job: Job, hits: Hits, now_s: float, exclude: Collection[str] = ()) -> list[Endpoint]:
         """Prefill workers worth weighing. Raises NoEndpointError."""
         objective, costs = job.aims.objective, self._costs
+        if objective in _WEIGHED:
+            some = self._some(Role.PREFILL, job, job.aims.prefill_labels, hits, now_s, exclude)
+            return _idlest_and_warmest(costs.with_backlog(some, now_s), hits)
         able = self.able(Role.PREFILL, job.model, job.aims.prefill_labels, now_s, exclude)
         if objective is Objective.RANDOM:
             return [self._random.choice(able)]
@@ -205,13 +263,11 @@ class Picker:
             return [min(able, key=lambda each: each.prefill.turn)]
         if objective is Objective.LEAST_LOAD:
             return [min(able, key=lambda each: (costs.outstanding_tokens(each, now_s), each.prefill.turn))]
-        if objective is Objective.PREFIX:
-            warmest = max(able, key=lambda each: (hits.of(each), -each.prefill.turn))
-            # A system prompt that everybody shares would bring everything to the one that saw it first.
-            if hits.of(warmest) < _WORTH_A_HIT * job.tokens:
-                return [min(able, key=lambda each: each.prefill.turn)]
-            return [warmest]
-        return _idlest_and_warmest(costs.with_backlog(able, now_s), hits)
+        warmest = max(able, key=lambda each: (hits.of(each), -each.prefill.turn))
+        # A system prompt that everybody shares would bring everything to the one that saw it first.
+        if hits.of(warmest) < _WORTH_A_HIT * job.tokens:
+            return [min(able, key=lambda each: each.prefill.turn)]
+        return [warmest]
 
     # -- both --------------------------------------------------------------------------------------------------------------
 

@@ -118,9 +118,13 @@ class PrefixIndex:
         holder.capacity = blocks
         self._evict(holder, len(holder.blocks) - blocks)
 
-    def lookup(self, chain: Chain) -> dict[str, int]:
-        """Address -> how many leading blocks it holds, for all that hold the first one."""
-        found: dict[str, int] = {}
+    def lookup(self, chain: Chain, most: int | None = None) -> dict[str, int]:
+        """Address -> how many leading blocks it holds, for all that hold the first one, those that hold most of them first.
+
+        At least ``most`` of them, if there are so many: a thousand may hold the same beginning.
+        """
+        lengths: list[tuple[int, int]] = []
+        """Who holds how much, as masks, the shortest first."""
         parts = self._parts
         holding = 0
         before: int | None = None
@@ -131,11 +135,17 @@ class PrefixIndex:
             before = mask
             still = mask & holding if length else mask
             if still != holding:
-                self._note(found, holding & ~still, length)
+                lengths.append((holding & ~still, length))
                 holding = still
             if not holding:
-                return found
-        self._note(found, holding, len(chain.hashes))
+                break
+        else:
+            lengths.append((holding, len(chain.hashes)))
+        found: dict[str, int] = {}
+        for mask, length in reversed(lengths):
+            if most is not None and len(found) >= most:
+                break
+            self._note(found, mask, length, most)
         return found
 
     def matched(self, chain: Chain, address: str) -> int:
@@ -204,14 +214,16 @@ class PrefixIndex:
             self._holders[address] = holder
         return holder
 
-    def _note(self, found: dict[str, int], mask: int, length: int) -> None:
-        """Every endpoint of ``mask`` holds ``length`` blocks."""
+    def _note(self, found: dict[str, int], mask: int, length: int, most: int | None) -> None:
+        """Every endpoint of ``mask`` holds ``length`` blocks; enter them until there are ``most``."""
         bits = bin(mask)[:1:-1]  # one pass, whatever the number of endpoints; shifting a long mask is quadratic
         slot = bits.find("1")
         while slot >= 0:
             holder = self._by_slot[slot]
             if holder:
                 found[holder.address] = length
+                if len(found) == most:
+                    return
             slot = bits.find("1", slot + 1)
 
     def _evict(self, holder: _Holder, count: int) -> None:

@@ -50,6 +50,9 @@ _SMALL_WORK_S = 0.3
 _SPARE_WORK = 2.0
 """How many times the work that a prompt needs on a prefill worker it may need on a spare decode worker."""
 
+_HOLDERS = 64
+"""Workers that are known to hold some of a prompt, those that hold most of it; a thousand may share the first few blocks."""
+
 _MORE_LANES_FROM, _ALL_LANES_FROM = 0.25, 0.5
 """Shares of the longest wait from which on late prompts get all prefill workers but one, and all of them."""
 
@@ -431,14 +434,16 @@ class Router:
         after_s = job.tokens * costs.kv_bytes_per_token(job) * view.transfer_s_per_byte + self.settings.handoff_overhead_s
         hits = self._hits(ticket).tokens
         if ticket._warmest is None:
-            warm = [(-cached, address) for address, cached in hits.items() if address in view.able]
+            warm = [(-cached, address) for address, cached in hits.items() if address in view.members]
             first = nsmallest(_WARMEST, warm)
             most = -first[0][0] if first else 0
-            ticket._warmest = _Warmest([view.able[address] for _, address in first], max(job.tokens - most, 1))
+            ticket._warmest = _Warmest([view.members[address] for _, address in first], max(job.tokens - most, 1))
         best_score = soonest_s = math.inf
         found: tuple[Endpoint, float, float, bool] | None = None
         for endpoint in (view.idlest, *ticket._warmest.endpoints):
-            if endpoint.address not in view.able:
+            if endpoint is not view.idlest and (
+                endpoint.address not in view.members or not health.usable(endpoint.prefill, now_s)
+            ):
                 continue
             cached = hits.get(endpoint.address, 0)
             uncached = max(job.tokens - cached, 1)
@@ -480,13 +485,14 @@ class Router:
         if view is None:
             able = self.picker.able(Role.PREFILL, job.model, job.aims.prefill_labels, now_s)
             decodes = self.picker.able(Role.DECODE, job.model, job.aims.decode_labels, now_s)
-            view = self._view[key] = _View(able, decodes, self.costs, now_s)
+            members = self.picker.members(Role.PREFILL, job.model, job.aims.prefill_labels)
+            view = self._view[key] = _View(able, members, decodes, self.costs, now_s)
         return view
 
     def _hits(self, ticket: Ticket) -> Hits:
         if ticket._hits is None:
             chain, tokens = ticket.job.chain, ticket.job.tokens
-            found = self.index.lookup(chain)
+            found = self.index.lookup(chain, _HOLDERS)
             # The last token is always computed: its logits are wanted. A thousand workers may hold the same few lengths.
             held = {blocks: min(int(blocks * chain.block_tokens), tokens - 1) for blocks in set(found.values())}
             ticket._hits = Hits({address: held[blocks] for address, blocks in found.items()})
@@ -690,14 +696,24 @@ class _View:
         "_now_s",
         "able",
         "idlest",
+        "members",
         "prefill_room_tokens",
         "transfer_s_per_byte",
     )
 
-    def __init__(self, able: list[Endpoint], decodes: list[Endpoint], costs: Costs, now_s: float) -> None:
-        self.able = {each.address: each for each in able}
-        self.idlest = min(costs.with_backlog(able, now_s))[-1]
-        self.prefill_room_tokens = costs.most_prefill_room(able, now_s)
+    def __init__(
+        self,
+        able: list[Endpoint],
+        members: dict[str, Endpoint],
+        decodes: list[Endpoint],
+        costs: Costs,
+        now_s: float,
+    ) -> None:
+        self.able = able
+        """Prefill workers that did not just fail."""
+        self.members = members
+        """All prefill workers, by address."""
+        self.idlest, self.prefill_room_tokens = costs.idlest_prefill(able, now_s)
         """No prefill worker can take more tokens than this now."""
         self.transfer_s_per_byte = costs.transfer_rate(decodes[0]).seconds(1.0)
         self._late_at: set[str] | None = None
@@ -710,7 +726,7 @@ class _View:
     def late_at(self) -> set[str]:
         """Workers that are on late prompts."""
         if self._late_at is None:
-            busy = (each for each in self.able.values() if each.prefill.claims)
+            busy = (each for each in self.able if each.prefill.claims)
             self._late_at = {each.address for each in busy if any(claim.late for claim in each.prefill.claims)}
         return self._late_at
 
