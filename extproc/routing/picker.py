@@ -34,7 +34,7 @@ _LOOKED_AT = 64
 _HOLDERS = 8
 """So many of those that hold most of it."""
 
-_WEIGHED = frozenset((Objective.BALANCED, Objective.TTFT, Objective.THROUGHPUT))
+WEIGHED = frozenset((Objective.BALANCED, Objective.TTFT, Objective.THROUGHPUT))
 """Objectives that weigh costs."""
 
 _WORTH_A_HIT = 0.1
@@ -199,7 +199,7 @@ class Picker:
         """
         aims, costs = job.aims, self._costs
         need = job.tokens + costs.answer_tokens(job)
-        weighed = aims.objective in _WEIGHED
+        weighed = aims.objective in WEIGHED
         some = self._some(Role.DECODE, job, aims.decode_labels, hits, now_s, exclude) if weighed else []
         home = self._sessions.get(job.session) if job.session else None
         if home is not None:
@@ -235,9 +235,21 @@ class Picker:
             return [min(room)[-1]]
         return _idlest_and_warmest(room, hits)
 
-    def decode(self, job: Job, prefill: Endpoint, hits: Hits, now_s: float, *, crowded: bool = False) -> Candidate:
-        """The best decode worker for a prompt that ``prefill`` computes. Raises NoEndpointError, FullError."""
-        decodes = self.decodes(job, hits, now_s, crowded=crowded)
+    def decode(
+        self,
+        job: Job,
+        prefill: Endpoint,
+        hits: Hits,
+        now_s: float,
+        *,
+        crowded: bool = False,
+        among: list[Endpoint] | None = None,
+    ) -> Candidate:
+        """The best decode worker for a prompt that ``prefill`` computes; ``among``: those that :meth:`decodes` chose.
+
+        Raises NoEndpointError, FullError.
+        """
+        decodes = self.decodes(job, hits, now_s, crowded=crowded) if among is None else among
         return min(self._pairs(job, [prefill], decodes, hits, now_s), key=_cost)
 
     def remember(self, session: str, decode: str) -> None:
@@ -253,7 +265,7 @@ class Picker:
     def prefills(self, job: Job, hits: Hits, now_s: float, exclude: Collection[str] = ()) -> list[Endpoint]:
         """Prefill workers worth weighing. Raises NoEndpointError."""
         objective, costs = job.aims.objective, self._costs
-        if objective in _WEIGHED:
+        if objective in WEIGHED:
             some = self._some(Role.PREFILL, job, job.aims.prefill_labels, hits, now_s, exclude)
             return _idlest_and_warmest(costs.with_backlog(some, now_s), hits)
         able = self.able(Role.PREFILL, job.model, job.aims.prefill_labels, now_s, exclude)

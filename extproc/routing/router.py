@@ -18,7 +18,7 @@ from extproc.routing.cost import Costs
 from extproc.routing.decision import Candidate, Decision
 from extproc.routing.job import Job, Late, Mode, Objective
 from extproc.routing.load import Load
-from extproc.routing.picker import FullError, Hits, NoEndpointError, Picker, decision, worth_a_handoff
+from extproc.routing.picker import WEIGHED, FullError, Hits, NoEndpointError, Picker, decision, worth_a_handoff
 from extproc.routing.pool import Claim, Endpoint, Pool, Role
 from extproc.routing.prefix import PrefixIndex
 from extproc.routing.queue import Fit, PrefillQueue, QueueFullError, Waiting
@@ -31,9 +31,6 @@ _RETRY_AFTER_MAX_S = 60.0
 
 _HOLD = {Objective.BALANCED: 1.0, Objective.TTFT: 0.0, Objective.THROUGHPUT: 10.0}
 """How much of `hold` counts for a prompt that waits, by objective."""
-
-_WEIGHED = frozenset(_HOLD)
-"""The other objectives do not look at what a prompt costs where, so there is nothing to wait for: they are sent at once."""
 
 _WARMEST = 4
 """So many of the prefill workers that hold some of a prompt are weighed for it while it waits."""
@@ -79,6 +76,7 @@ class Ticket:
     """One prompt, and what it holds."""
 
     __slots__ = (
+        "_decodes",
         "_hits",
         "_warmest",
         "candidates",
@@ -116,6 +114,8 @@ class Ticket:
         self.candidates: list[Candidate] = []
         self._hits: Hits | None = None
         self._warmest: _Warmest | None = None
+        self._decodes: tuple[float, list[Endpoint]] | None = None
+        """When it was decided whether to hand it over, and the decode workers that were weighed for that."""
 
 
 class _Warmest(NamedTuple):
@@ -215,7 +215,7 @@ class Router:
 
     def _decide(self, ticket: Ticket, now_s: float) -> None:
         aims = ticket.job.aims
-        held = aims.held and self.settings.dispatch == "queue" and aims.objective in _WEIGHED
+        held = aims.held and self.settings.dispatch == "queue" and aims.objective in WEIGHED
         try:
             ticket.whole_reason = self._whole_reason(ticket, now_s, held=held)
         except FullError:
@@ -241,6 +241,7 @@ class Router:
         hits = self._hits(ticket)
         crowded = len(self.queue) > 0
         decodes = self.picker.decodes(job, hits, now_s, admit=held, crowded=crowded)
+        ticket._decodes = now_s, decodes
         whole = self.picker.whole(job, hits, now_s, among=decodes)
         if self._only_itself(job):
             return "cost"
@@ -506,7 +507,9 @@ class Router:
         if ticket.whole_reason is not None:
             self._place_whole(ticket, ticket.whole_reason, now_s, admit=True)
             return
-        best = self.picker.decode(ticket.job, endpoint, self._hits(ticket), now_s, crowded=len(self.queue) > 0)
+        weighed_s, weighed = ticket._decodes or (-math.inf, [])
+        among = weighed if weighed_s == now_s else None
+        best = self.picker.decode(ticket.job, endpoint, self._hits(ticket), now_s, crowded=len(self.queue) > 0, among=among)
         self._settle(ticket, best, ticket.candidates, "cost" if ticket.job.aims.mode is Mode.AUTO else "policy", now_s)
 
     def _place_best(self, ticket: Ticket, now_s: float) -> None:

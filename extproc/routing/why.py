@@ -5,9 +5,9 @@ from __future__ import annotations
 from extproc.routing import health
 from extproc.routing.decision import Candidate, Decision
 from extproc.routing.job import Job, Mode, Objective
-from extproc.routing.picker import FullError, Hits, NoEndpointError
+from extproc.routing.picker import WEIGHED, FullError, Hits, NoEndpointError
 from extproc.routing.pool import Endpoint, Role
-from extproc.routing.router import _HOLD, _WEIGHED, Router
+from extproc.routing.router import _HOLD, Router
 
 _SAME_S = 1e-6
 """Costs nearer to each other than this are the same."""
@@ -81,7 +81,7 @@ def _full(router: Router, job: Job, decodes: list[Endpoint]) -> list[tuple[str, 
 
 
 def _held(router: Router, job: Job) -> bool:
-    return job.aims.held and router.settings.dispatch == "queue" and job.aims.objective in _WEIGHED
+    return job.aims.held and router.settings.dispatch == "queue" and job.aims.objective in WEIGHED
 
 
 class Why:

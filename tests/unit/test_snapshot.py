@@ -239,7 +239,19 @@ def test_a_long_queue_is_cut_but_still_counted(monkeypatch: pytest.MonkeyPatch) 
 def test_whoever_gives_the_router_more_to_know_meets_this_test() -> None:
     """Every attribute below is in a snapshot, follows from what is, or does not matter to a decision."""
     assert set(Ticket.__slots__) <= {
-        *("_hits", "_warmest", "candidates", "decision", "decode", "decode_claim", "error", "job", "prefill", "prefill_claim"),
+        *(
+            "_decodes",
+            "_hits",
+            "_warmest",
+            "candidates",
+            "decision",
+            "decode",
+            "decode_claim",
+            "error",
+            "job",
+            "prefill",
+            "prefill_claim",
+        ),
         *("sent_s", "state", "undecided", "waiting", "whole_reason", "_warmest"),
     }
     assert set(Leg.__slots__) <= {
