@@ -21,7 +21,7 @@ from extproc.headers import KV_TRANSFER_HEADER
 from extproc.journey import Journey, OverError, Phase
 from extproc.routing.picker import NoEndpointError
 from extproc.routing.pool import Endpoint
-from extproc.routing.router import Ticket
+from extproc.routing.ticket import Ticket
 
 _STALE_AT_MOST = 3
 """Handoffs too old in a row, after which something is wrong with the clock, the lease or the machine."""

@@ -24,7 +24,7 @@ from extproc.observe.pulse import Pulse
 from extproc.prefill import PrefillClient
 from extproc.routing.picker import NoEndpointError
 from extproc.routing.pool import Endpoint
-from extproc.routing.router import Ticket
+from extproc.routing.ticket import Ticket
 
 # Failures of one worker, which another may not share.
 _ANOTHER_MAY_DO = frozenset(("prefill_failed", "prefill_unreachable", "prefill_timeout", "handoff_invalid"))

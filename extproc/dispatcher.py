@@ -23,7 +23,8 @@ from extproc.routing.job import Job
 from extproc.routing.load import Load
 from extproc.routing.picker import FullError, NoEndpointError
 from extproc.routing.pool import Endpoint, Role
-from extproc.routing.router import RejectedError, Router, State, Ticket
+from extproc.routing.router import Router
+from extproc.routing.ticket import RejectedError, State, Ticket
 
 REMEMBERED = 200
 """Decisions that `/debug/decisions` shows."""

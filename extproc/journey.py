@@ -30,7 +30,7 @@ from extproc.release import Releaser
 from extproc.routing.job import Aims, Job
 from extproc.routing.pool import Endpoint, Pool
 from extproc.routing.prefix import Chain
-from extproc.routing.router import Ticket
+from extproc.routing.ticket import Ticket
 
 T = TypeVar("T")
 

@@ -10,8 +10,9 @@ from extproc.routing.job import Job
 from extproc.routing.load import Load
 from extproc.routing.picker import NoEndpointError
 from extproc.routing.pool import Pool
-from extproc.routing.router import RejectedError, Router, State, Ticket
+from extproc.routing.router import Router
 from extproc.routing.settings import Routing
+from extproc.routing.ticket import RejectedError, State, Ticket
 
 
 class Routed:

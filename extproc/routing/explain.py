@@ -17,8 +17,9 @@ from extproc.routing.job import Job, Objective
 from extproc.routing.picker import FullError, Hits, NoEndpointError
 from extproc.routing.pool import Endpoint, Role
 from extproc.routing.prefix import Chain, PrefixIndex
-from extproc.routing.router import RejectedError, Router, Ticket
+from extproc.routing.router import Router
 from extproc.routing.snapshot import Snapshot, hashed
+from extproc.routing.ticket import RejectedError, Ticket
 from extproc.routing.why import Why, who_is_out
 
 _MOST_PAIRS = 400
@@ -188,7 +189,7 @@ def _favoured(router: Router, job: Job, waiting: Ticket) -> Candidate | None:
     fit = router._weigh_ticket(ticket, 0.0)
     if fit is None:
         return None
-    hits = router._hits(ticket)
+    hits = router.scales.hits(ticket)
     try:
         if ticket.whole_reason is not None:
             return router.picker.whole(job, hits, 0.0)[0]
@@ -201,7 +202,7 @@ def _candidates(
     router: Router, job: Job, chosen: Candidate | None, decision: Decision | None, ahead_s: float
 ) -> tuple[list[Weighed], int]:
     """All choices with their costs, the chosen one first, and how many there are that are not in the list."""
-    hits = router._hits(Ticket(job))
+    hits = router.scales.hits(Ticket(job))
     prefills, decodes = _able(router, job, Role.PREFILL), _able(router, job, Role.DECODE)
     named = () if chosen is None else (chosen.prefill, chosen.decode)
     pairs = len(prefills) * len(decodes) - sum(each in decodes for each in prefills)

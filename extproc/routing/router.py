@@ -9,31 +9,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from enum import Enum
-from heapq import nsmallest
-from typing import NamedTuple
 
 from extproc.routing import health
 from extproc.routing.cost import Costs
-from extproc.routing.decision import Candidate, Decision
-from extproc.routing.job import Job, Late, Mode, Objective
+from extproc.routing.decision import Candidate
+from extproc.routing.job import Job, Late, Mode
 from extproc.routing.load import Load
-from extproc.routing.picker import WEIGHED, FullError, Hits, NoEndpointError, Picker, decision, worth_a_handoff
+from extproc.routing.picker import WEIGHED, FullError, NoEndpointError, Picker, decision, worth_a_handoff
 from extproc.routing.pool import Claim, Endpoint, Pool, Role
 from extproc.routing.prefix import PrefixIndex
 from extproc.routing.queue import Fit, PrefillQueue, QueueFullError, Waiting
+from extproc.routing.scales import SMALL_WORK_S, Scales
 from extproc.routing.settings import Routing
+from extproc.routing.ticket import RejectedError, State, Ticket
 
 _TICK_S = 0.2
 """While prompts wait, the queue is looked at so often, whatever happens: reports grow stale, pauses of workers end."""
 
 _RETRY_AFTER_MAX_S = 60.0
-
-_HOLD = {Objective.BALANCED: 1.0, Objective.TTFT: 0.0, Objective.THROUGHPUT: 10.0}
-"""How much of `hold` counts for a prompt that waits, by objective."""
-
-_WARMEST = 4
-"""So many of the prefill workers that hold some of a prompt are weighed for it while it waits."""
 
 _WEIGHED_AGAIN_S = 0.05
 """While no prefill worker has room for it, a prompt is weighed no more often: only whether it is late can change."""
@@ -41,88 +34,8 @@ _WEIGHED_AGAIN_S = 0.05
 _LATE_LOOKED_AT = 32
 """Late prompts for which a spare decode worker is looked for, at a time."""
 
-_SMALL_WORK_S = 0.3
-"""A late prompt that needs no more than this holds nobody up, and goes like any other."""
-
 _SPARE_WORK = 2.0
 """How many times the work that a prompt needs on a prefill worker it may need on a spare decode worker."""
-
-_HOLDERS = 64
-"""Workers that are known to hold some of a prompt, those that hold most of it; a thousand may share the first few blocks."""
-
-_MORE_LANES_FROM, _ALL_LANES_FROM = 0.25, 0.5
-"""Shares of the longest wait from which on late prompts get all prefill workers but one, and all of them."""
-
-
-class RejectedError(Exception):
-    """A prompt is turned away for now. ``reason`` is one of a fixed set: it labels a metric."""
-
-    def __init__(self, reason: str, message: str, retry_after_s: float) -> None:
-        super().__init__(message)
-        self.reason = reason
-        self.retry_after_s = retry_after_s
-
-
-class State(Enum):
-    """Where a ticket is."""
-
-    WAITING = "waiting"
-    PLACED = "placed"
-    REJECTED = "rejected"
-    FINISHED = "finished"
-
-
-class Ticket:
-    """One prompt, and what it holds."""
-
-    __slots__ = (
-        "_decodes",
-        "_hits",
-        "_warmest",
-        "candidates",
-        "decision",
-        "decode",
-        "decode_claim",
-        "error",
-        "job",
-        "prefill",
-        "prefill_claim",
-        "sent_s",
-        "state",
-        "undecided",
-        "waiting",
-        "whole_reason",
-    )
-
-    def __init__(self, job: Job) -> None:
-        self.job = job
-        self.state = State.WAITING
-        self.decision: Decision | None = None
-        """Once it is placed."""
-        self.error: Exception | None = None
-        """Once it is rejected: RejectedError or NoEndpointError."""
-        self.prefill: Endpoint | None = None
-        self.decode: Endpoint | None = None
-        self.prefill_claim: Claim | None = None
-        self.decode_claim: Claim | None = None
-        self.sent_s = 0.0
-        self.waiting: Waiting | None = None
-        self.whole_reason: str | None = None
-        """Why a decode worker does it all; None for a handoff."""
-        self.undecided = False
-        """Whether that is still open, because every decode worker was full."""
-        self.candidates: list[Candidate] = []
-        self._hits: Hits | None = None
-        self._warmest: _Warmest | None = None
-        self._decodes: tuple[float, list[Endpoint]] | None = None
-        """When it was decided whether to hand it over, and the decode workers that were weighed for that."""
-
-
-class _Warmest(NamedTuple):
-    """The prefill workers that hold most of a prompt, a few, and what the first of them would have to compute."""
-
-    endpoints: list[Endpoint]
-    uncached_tokens: int
 
 
 class Router:
@@ -135,6 +48,7 @@ class Router:
         self.costs = Costs(settings)
         self.picker = Picker(pool, self.costs, settings)
         self.queue = PrefillQueue(settings)
+        self.scales = Scales(self.picker, self.costs, self.index, self.queue, settings)
         self.predicted_tokens = self.reported_tokens = 0
         """Prompt tokens that prefill workers were expected to have in their caches, and had."""
         self._turn = 0
@@ -143,7 +57,6 @@ class Router:
         """First block of a prompt -> the tickets that wait with it: when one of them is placed, the others' hits change."""
         self._in_flight: dict[str, int] = {}
         self._impatient = 0
-        self._view: dict[object, _View] = {}
         self._changed: list[Ticket] = []
         self._last_poll_s = 0.0
         self.sync()
@@ -169,7 +82,7 @@ class Router:
         self.costs.pairs.forget(address)
         for tickets in self._heads.values():
             for ticket in tickets:
-                ticket._hits = ticket._warmest = None
+                ticket.hits = ticket.warmest = None
 
     def on_load(self, address: str, load: Load, now_s: float) -> None:
         """A worker reported."""
@@ -201,7 +114,7 @@ class Router:
     def submit(self, job: Job, now_s: float) -> Ticket:
         """A prompt: its ticket is placed already, or waits. Raises RejectedError, NoEndpointError."""
         ticket = Ticket(job)
-        self._view.clear()
+        self.scales.forget()
         aims = job.aims
         if aims.max_in_flight is not None and self._in_flight.get(aims.policy, 0) >= aims.max_in_flight:
             raise RejectedError("max_in_flight", f"{aims.max_in_flight} requests of policy {aims.policy!r} are open", 1.0)
@@ -238,10 +151,10 @@ class Router:
         if aims.mode is Mode.DISAGGREGATE:
             self.picker.group(Role.PREFILL, job.model, aims.prefill_labels)
             return None
-        hits = self._hits(ticket)
+        hits = self.scales.hits(ticket)
         crowded = len(self.queue) > 0
         decodes = self.picker.decodes(job, hits, now_s, admit=held, crowded=crowded)
-        ticket._decodes = now_s, decodes
+        ticket.decodes_weighed = now_s, decodes
         whole = self.picker.whole(job, hits, now_s, among=decodes)
         if self._only_itself(job):
             return "cost"
@@ -310,7 +223,7 @@ class Router:
 
     def poll(self, now_s: float) -> list[Ticket]:
         """Place and turn away what can be; the tickets whose state changed."""
-        self._view.clear()
+        self.scales.forget()
         changed = self._changed
         for waiting in self.queue.due(now_s):
             ticket = self._left(waiting)
@@ -360,17 +273,17 @@ class Router:
             if job.aims.mode is not Mode.AUTO or ticket.whole_reason is not None:
                 continue
             try:
-                view = self._view_of(job, now_s)
+                view = self.scales.view(job, now_s)
             except NoEndpointError:
                 continue
             spare = view.spare_decodes()
             if not spare:
                 continue
-            hits = self._hits(ticket)
+            hits = self.scales.hits(ticket)
             decode = max(spare, key=hits.of)
             terms = self.costs.whole(job, decode, hits.of(decode), now_s)
             fit = self._weigh_ticket(ticket, now_s)
-            if fit is not None and terms.prefill_s > _SPARE_WORK * fit.work_s + _SMALL_WORK_S:
+            if fit is not None and terms.prefill_s > _SPARE_WORK * fit.work_s + SMALL_WORK_S:
                 continue  # most of it is in the cache of a prefill worker, and worth waiting for
             chosen = Candidate(prefill=None, decode=decode.address, cost=0.0, terms=terms, cached_decode_tokens=hits.of(decode))
             chosen.cost = self.costs.total(job.aims, terms, pressure=0.0)
@@ -405,10 +318,10 @@ class Router:
 
     def _weigh(self, waiting: Waiting, now_s: float) -> Fit | None:
         ticket = self._tickets[waiting]
-        warmest = ticket._warmest
+        warmest = ticket.warmest
         if warmest is not None and ticket.whole_reason is None and now_s - waiting.weighed_s < _WEIGHED_AGAIN_S:
             with suppress(NoEndpointError):
-                if self._view_of(ticket.job, now_s).prefill_room_tokens < warmest.uncached_tokens:
+                if self.scales.view(ticket.job, now_s).prefill_room_tokens < warmest.uncached_tokens:
                     return None
         waiting.weighed_s = now_s
         return self._weigh_ticket(ticket, now_s, late=waiting.late)
@@ -421,84 +334,17 @@ class Router:
                 ticket.whole_reason = self._whole_reason(ticket, now_s, held=True)
                 ticket.undecided = False
             if ticket.whole_reason is not None:
-                best = self.picker.whole(job, self._hits(ticket), now_s)[0]
+                best = self.picker.whole(job, self.scales.hits(ticket), now_s)[0]
                 endpoint = self.pool.get(best.decode)
                 assert endpoint is not None
                 ttft_s = best.terms.ttft_s
                 return Fit(endpoint, best.terms.prefill_s, ttft_s, ttft_s, True)
-            view = self._view_of(job, now_s)
+            view = self.scales.view(job, now_s)
         except NoEndpointError:
             return None
         except FullError:
             return None
-        costs, hold = self.costs, self.settings.hold * _HOLD[job.aims.objective]
-        after_s = job.tokens * costs.kv_bytes_per_token(job) * view.transfer_s_per_byte + self.settings.handoff_overhead_s
-        hits = self._hits(ticket).tokens
-        if ticket._warmest is None:
-            warm = [(-cached, address) for address, cached in hits.items() if address in view.members]
-            first = nsmallest(_WARMEST, warm)
-            most = -first[0][0] if first else 0
-            ticket._warmest = _Warmest([view.members[address] for _, address in first], max(job.tokens - most, 1))
-        best_score = soonest_s = math.inf
-        found: tuple[Endpoint, float, float, bool] | None = None
-        for endpoint in (view.idlest, *ticket._warmest.endpoints):
-            if endpoint is not view.idlest and (
-                endpoint.address not in view.members or not health.usable(endpoint.prefill, now_s)
-            ):
-                continue
-            cached = hits.get(endpoint.address, 0)
-            uncached = max(job.tokens - cached, 1)
-            backlog_s = costs.backlog_s(endpoint, now_s)
-            work_s = costs.prefill_rate(endpoint).seconds(uncached, cached)
-            finish_s = backlog_s + work_s
-            soonest_s = min(soonest_s, finish_s + after_s)
-            score = finish_s + hold * work_s
-            if score < best_score:
-                best_score = score
-                outstanding = costs.outstanding_tokens(endpoint, now_s)
-                ready = outstanding <= 0 or outstanding + uncached <= costs.room_tokens(endpoint)
-                found = endpoint, work_s, finish_s + after_s, ready
-        assert found is not None
-        endpoint, work_s, finish_s, ready = found
-        ready = (
-            ready
-            and view.decode_has_room(job)
-            and not (late and work_s > _SMALL_WORK_S and self._lane_closed(view, endpoint, now_s))
-        )
-        return Fit(endpoint, work_s, finish_s, soonest_s, ready)
-
-    def _lane_closed(self, view: _View, endpoint: Endpoint, now_s: float) -> bool:
-        """Late prompts may not have all prefill workers: those that can still meet their deadline would wait behind them.
-
-        They get a third of the workers, and more the nearer the oldest of them is to the end of its patience.
-        """
-        busy = len(view.late_at) - (endpoint.address in view.late_at)
-        count = len(view.able)
-        share = self.queue.longest_wait_share(now_s)
-        if share >= _ALL_LANES_FROM:
-            return False
-        lanes = math.ceil(count / 3) if share < _MORE_LANES_FROM else count - 1
-        return busy >= max(1, lanes)
-
-    def _view_of(self, job: Job, now_s: float) -> _View:
-        key = (job.model, frozenset(job.aims.prefill_labels.items()), frozenset(job.aims.decode_labels.items()))
-        view = self._view.get(key)
-        if view is None:
-            able = self.picker.able(Role.PREFILL, job.model, job.aims.prefill_labels, now_s)
-            decodes = self.picker.able(Role.DECODE, job.model, job.aims.decode_labels, now_s)
-            members = self.picker.members(Role.PREFILL, job.model, job.aims.prefill_labels)
-            view = self._view[key] = _View(able, members, decodes, self.costs, now_s)
-        return view
-
-    def _hits(self, ticket: Ticket) -> Hits:
-        if ticket._hits is None:
-            chain, tokens = ticket.job.chain, ticket.job.tokens
-            found = self.index.lookup(chain, _HOLDERS)
-            # The last token is always computed: its logits are wanted. A thousand workers may hold the same few lengths.
-            held = {blocks: min(int(blocks * chain.block_tokens), tokens - 1) for blocks in set(found.values())}
-            ticket._hits = Hits({address: held[blocks] for address, blocks in found.items()})
-            ticket._warmest = None
-        return ticket._hits
+        return self.scales.fit(ticket, view, now_s, late=late)
 
     # -- placing -----------------------------------------------------------------------------------------------------------
 
@@ -507,18 +353,20 @@ class Router:
         if ticket.whole_reason is not None:
             self._place_whole(ticket, ticket.whole_reason, now_s, admit=True)
             return
-        weighed_s, weighed = ticket._decodes or (-math.inf, [])
+        weighed_s, weighed = ticket.decodes_weighed or (-math.inf, [])
         among = weighed if weighed_s == now_s else None
-        best = self.picker.decode(ticket.job, endpoint, self._hits(ticket), now_s, crowded=len(self.queue) > 0, among=among)
+        best = self.picker.decode(
+            ticket.job, endpoint, self.scales.hits(ticket), now_s, crowded=len(self.queue) > 0, among=among
+        )
         self._settle(ticket, best, ticket.candidates, "cost" if ticket.job.aims.mode is Mode.AUTO else "policy", now_s)
 
     def _place_best(self, ticket: Ticket, now_s: float) -> None:
-        found = self.picker.apart(ticket.job, self._hits(ticket), now_s, admit=False)
+        found = self.picker.apart(ticket.job, self.scales.hits(ticket), now_s, admit=False)
         self._settle(ticket, found[0], found, "cost" if ticket.job.aims.mode is Mode.AUTO else "policy", now_s)
 
     def _place_whole(self, ticket: Ticket, reason: str, now_s: float, *, admit: bool) -> None:
         crowded = len(self.queue) > 0
-        found = self.picker.whole(ticket.job, self._hits(ticket), now_s, admit=admit, crowded=crowded)
+        found = self.picker.whole(ticket.job, self.scales.hits(ticket), now_s, admit=admit, crowded=crowded)
         chosen = next((each for each in found if each.refused is None), found[0])
         self._settle(ticket, chosen, [*found, *ticket.candidates], reason, now_s)
 
@@ -549,9 +397,9 @@ class Router:
         )
         health.chosen(prefill.prefill, ticket.prefill_claim, self.settings, now_s)
         late = ticket.waiting is not None and ticket.waiting.late
-        ticket.prefill_claim.late = late and chosen.terms.prefill_s > _SMALL_WORK_S
+        ticket.prefill_claim.late = late and chosen.terms.prefill_s > SMALL_WORK_S
         self._learn(prefill.address, job)
-        self._view.clear()
+        self.scales.forget()
 
     def _claim_decode(self, ticket: Ticket, decode: Endpoint, now_s: float) -> None:
         job = ticket.job
@@ -569,8 +417,8 @@ class Router:
             return
         self.index.insert(address, job.chain)
         for other in self._heads.get(job.chain.hashes[0], ()):
-            if other._hits is not None and other._hits.learned(other.job, address, job.chain):
-                other._warmest = None
+            if other.hits is not None and other.hits.learned(other.job, address, job.chain):
+                other.warmest = None
 
     # -- what became of it -------------------------------------------------------------------------------------------------
 
@@ -603,12 +451,12 @@ class Router:
 
     def prefill_again(self, ticket: Ticket, now_s: float, exclude: Collection[str]) -> Endpoint:
         """Another prefill worker for the same decode worker, at once. Raises NoEndpointError."""
-        self._view.clear()
-        ticket._hits = None
+        self.scales.forget()
+        ticket.hits = None
         decode = ticket.decode
         assert decode is not None
-        prefill = self.picker.prefills(ticket.job, self._hits(ticket), now_s, exclude)[0]
-        hits = self._hits(ticket)
+        prefill = self.picker.prefills(ticket.job, self.scales.hits(ticket), now_s, exclude)[0]
+        hits = self.scales.hits(ticket)
         terms = self.costs.apart(ticket.job, prefill, decode, hits.of(prefill), hits.of(decode), now_s)
         chosen = Candidate(
             prefill=prefill.address,
@@ -631,11 +479,11 @@ class Router:
 
     def decode_again(self, ticket: Ticket, now_s: float) -> Endpoint:
         """Another decode worker: the one that was chosen is gone, and its count with it. Raises NoEndpointError."""
-        self._view.clear()
+        self.scales.forget()
         gone = ticket.decode
         _give_back(ticket.decode_claim, now_s)
         exclude = () if gone is None else (gone.address,)
-        found = self.picker.whole(ticket.job, self._hits(ticket), now_s, exclude, admit=False)
+        found = self.picker.whole(ticket.job, self.scales.hits(ticket), now_s, exclude, admit=False)
         decode = self.pool.get(found[0].decode)
         assert decode is not None
         self._claim_decode(ticket, decode, now_s)
@@ -686,68 +534,3 @@ def _give_back(claim: Claim | None, now_s: float) -> None:
     if claim is not None and leg is not None:
         claim.release(now_s)
         health.undecided(leg, claim, now_s)
-
-
-class _View:
-    """The workers of one kind of prompt, looked at once for all that wait, until something is placed."""
-
-    __slots__ = (
-        "_costs",
-        "_decodes",
-        "_late_at",
-        "_no_room_for_tokens",
-        "_now_s",
-        "able",
-        "idlest",
-        "members",
-        "prefill_room_tokens",
-        "transfer_s_per_byte",
-    )
-
-    def __init__(
-        self,
-        able: list[Endpoint],
-        members: dict[str, Endpoint],
-        decodes: list[Endpoint],
-        costs: Costs,
-        now_s: float,
-    ) -> None:
-        self.able = able
-        """Prefill workers that did not just fail."""
-        self.members = members
-        """All prefill workers, by address."""
-        self.idlest, self.prefill_room_tokens = costs.idlest_prefill(able, now_s)
-        """No prefill worker can take more tokens than this now."""
-        self.transfer_s_per_byte = costs.transfer_rate(decodes[0]).seconds(1.0)
-        self._late_at: set[str] | None = None
-        self._no_room_for_tokens = math.inf
-        self._decodes = decodes
-        self._costs = costs
-        self._now_s = now_s
-
-    @property
-    def late_at(self) -> set[str]:
-        """Workers that are on late prompts."""
-        if self._late_at is None:
-            busy = (each for each in self.able if each.prefill.claims)
-            self._late_at = {each.address for each in busy if any(claim.late for claim in each.prefill.claims)}
-        return self._late_at
-
-    def spare_decodes(self) -> list[Endpoint]:
-        """Decode workers that have nothing to do at all."""
-        costs, now_s = self._costs, self._now_s
-        return [
-            each
-            for each in self._decodes
-            if not each.decode.claims and each.prefill.busy_until_s <= now_s and costs.sequences(each, now_s) < 1
-        ]
-
-    def decode_has_room(self, job: Job) -> bool:
-        """Whether some decode worker can take it."""
-        need = job.tokens + self._costs.answer_tokens(job)
-        if need >= self._no_room_for_tokens:
-            return False
-        found = any(not self._costs.full(each, need, self._now_s) for each in self._decodes)
-        if not found:
-            self._no_room_for_tokens = need
-        return found

@@ -27,8 +27,9 @@ from extproc.routing.pool import Endpoint, Leg, Pool, Role
 from extproc.routing.prefix import Chain, PrefixIndex
 from extproc.routing.queue import PrefillQueue, Waiting, _Line
 from extproc.routing.rates import PrefillMeter, PrefillRate
-from extproc.routing.router import Router, Ticket
+from extproc.routing.router import Router
 from extproc.routing.settings import Routing
+from extproc.routing.ticket import Ticket
 
 INDEX_BLOCKS = 200_000
 """Entries of the prefix index that a snapshot takes at most: 2 MB of JSON."""
@@ -390,10 +391,10 @@ def _queue(router: Router, now_s: float, cut: dict[str, int]) -> QueueState:
 
 def _waiting(router: Router, waiting: Waiting, now_s: float, *, ask: bool) -> WaitingState:
     job, ticket = waiting.job, router._tickets[waiting]
-    hits = ticket._hits
+    hits = ticket.hits
     if hits is None and ask:
         shadow = Ticket(job)  # the ticket itself stays as it is
-        hits = router._hits(shadow)
+        hits = router.scales.hits(shadow)
     return WaitingState(
         model=job.model,
         tokens=job.tokens,
@@ -452,7 +453,7 @@ def _restore_waiting(router: Router, known: WaitingState) -> None:
     router.queue.add(waiting, known.work_s)
     waiting.position = known.position
     ticket = Ticket(job)
-    ticket.waiting, ticket.whole_reason, ticket._hits = waiting, known.whole_reason, Hits(dict(known.hits))
+    ticket.waiting, ticket.whole_reason, ticket.hits = waiting, known.whole_reason, Hits(dict(known.hits))
     ticket.undecided = known.undecided
     router._tickets[waiting] = ticket
     router._impatient += known.aims.late is not Late.WAIT

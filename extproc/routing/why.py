@@ -7,7 +7,8 @@ from extproc.routing.decision import Candidate, Decision
 from extproc.routing.job import Job, Mode, Objective
 from extproc.routing.picker import WEIGHED, FullError, Hits, NoEndpointError
 from extproc.routing.pool import Endpoint, Role
-from extproc.routing.router import _HOLD, Router
+from extproc.routing.router import Router
+from extproc.routing.scales import HOLD
 
 _SAME_S = 1e-6
 """Costs nearer to each other than this are the same."""
@@ -173,7 +174,7 @@ class Why:
         """The queue settles the prefill worker first: by its backlog, and by its work, which counts more than once."""
         mine, best = other.terms, self._best.terms
         longer_s = mine.queue_prefill_s - best.queue_prefill_s
-        hold = self._router.settings.hold * _HOLD[self._job.aims.objective]
+        hold = self._router.settings.hold * HOLD[self._job.aims.objective]
         work_s = (1 + hold) * (mine.prefill_s - best.prefill_s)
         if longer_s + work_s < -_SAME_S:
             return _PRUNED

@@ -12,8 +12,9 @@ from extproc.routing.job import Aims, Job, Mode
 from extproc.routing.load import Load
 from extproc.routing.pool import Endpoint, Pool
 from extproc.routing.prefix import Chain
-from extproc.routing.router import Router, State, Ticket
+from extproc.routing.router import Router
 from extproc.routing.settings import Routing
+from extproc.routing.ticket import State, Ticket
 
 BLOCK_TOKENS = 64
 

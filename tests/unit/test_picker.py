@@ -13,7 +13,7 @@ from extproc.routing.job import Mode, Objective
 from extproc.routing.picker import Hits, NoEndpointError, _idlest_and_warmest
 from extproc.routing.pool import Role
 from extproc.routing.prefix import Chain
-from extproc.routing.router import Ticket
+from extproc.routing.ticket import Ticket
 from tests.unit.routing_world import World, decodes, pool_of, prefills, specs, tailed
 
 
@@ -451,8 +451,8 @@ def test_what_a_prompt_shares_with_a_placed_one_is_found_as_the_index_finds_it(
     w = World()
     job = w.job(int((own + 2) * size), chain=mine)
     w.router.index.insert("p0", mine, min(held, len(mine.hashes)))
-    hits = w.router._hits(Ticket(job))
+    hits = w.router.scales.hits(Ticket(job))
     before = hits.tokens.get("p0", 0)
     w.router.index.insert("p0", placed_one)
     assert hits.learned(job, "p0", placed_one) is (hits.tokens.get("p0", 0) > before)
-    assert hits.tokens == w.router._hits(Ticket(job)).tokens
+    assert hits.tokens == w.router.scales.hits(Ticket(job)).tokens

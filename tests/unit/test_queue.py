@@ -7,7 +7,7 @@ import math
 import pytest
 
 from extproc.routing.job import Late, Mode
-from extproc.routing.router import RejectedError, State, Ticket
+from extproc.routing.ticket import RejectedError, State, Ticket
 from tests.unit.routing_world import World, chain, placed, pool_of, prefills, specs, tailed
 
 STEP = 8000

@@ -13,8 +13,9 @@ import pytest
 from extproc.routing.job import Aims, Job, Mode
 from extproc.routing.load import Load
 from extproc.routing.prefix import Chain
-from extproc.routing.router import Router, State, Ticket
+from extproc.routing.router import Router
 from extproc.routing.settings import Routing
+from extproc.routing.ticket import State, Ticket
 from tests.unit.routing_world import pool_of
 from workers.sim.timing import Profile
 from workers.sim.twin import Done, Pulled, TwinConfig, TwinEngine

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from extproc.routing.endpoint_spec import EndpointSet, EndpointSpec
 from extproc.routing.job import Late, Mode, Objective
 from extproc.routing.picker import NoEndpointError
-from extproc.routing.router import RejectedError, State, Ticket
+from extproc.routing.ticket import RejectedError, State, Ticket
 from tests.unit.routing_world import World, placed, pool_of, prefills, specs
 
 STEP = 8000

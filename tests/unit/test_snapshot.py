@@ -17,9 +17,10 @@ from extproc.routing.picker import NoEndpointError
 from extproc.routing.pool import Claim, Leg, Pool, Role
 from extproc.routing.prefix import Chain
 from extproc.routing.queue import PrefillQueue, Waiting
-from extproc.routing.router import RejectedError, Router, State, Ticket
+from extproc.routing.router import Router
 from extproc.routing.settings import Routing
 from extproc.routing.snapshot import Snapshot, hashed, restore, take
+from extproc.routing.ticket import RejectedError, State, Ticket
 
 PREFILL = [f"10.0.0.{i}:1" for i in range(3)]
 DECODE = [f"10.0.1.{i}:1" for i in range(4)]
@@ -240,9 +241,9 @@ def test_whoever_gives_the_router_more_to_know_meets_this_test() -> None:
     """Every attribute below is in a snapshot, follows from what is, or does not matter to a decision."""
     assert set(Ticket.__slots__) <= {
         *(
-            "_decodes",
-            "_hits",
-            "_warmest",
+            "decodes_weighed",
+            "hits",
+            "warmest",
             "candidates",
             "decision",
             "decode",
@@ -252,7 +253,7 @@ def test_whoever_gives_the_router_more_to_know_meets_this_test() -> None:
             "prefill",
             "prefill_claim",
         ),
-        *("sent_s", "state", "undecided", "waiting", "whole_reason", "_warmest"),
+        *("sent_s", "state", "undecided", "waiting", "whole_reason"),
     }
     assert set(Leg.__slots__) <= {
         *("_ended_s", "blocked_until_s", "busy_until_s", "claims", "external_requests", "external_s", "failures"),

@@ -1,0 +1,186 @@
+"""Where a prompt that waits is best off at the moment: on which prefill worker, and whether that has room for it."""
+
+from __future__ import annotations
+
+import math
+from heapq import nsmallest
+
+from extproc.routing import health
+from extproc.routing.cost import Costs
+from extproc.routing.job import Job, Objective
+from extproc.routing.picker import Hits, Picker
+from extproc.routing.pool import Endpoint, Role
+from extproc.routing.prefix import PrefixIndex
+from extproc.routing.queue import Fit, PrefillQueue
+from extproc.routing.settings import Routing
+from extproc.routing.ticket import Ticket, Warmest
+
+HOLD = {Objective.BALANCED: 1.0, Objective.TTFT: 0.0, Objective.THROUGHPUT: 10.0}
+"""How much of `hold` counts for a prompt that waits, by objective."""
+
+SMALL_WORK_S = 0.3
+"""A late prompt that needs no more than this holds nobody up, and goes like any other."""
+
+_WARMEST = 4
+"""So many of the prefill workers that hold some of a prompt are weighed for it while it waits."""
+
+_HOLDERS = 64
+"""Workers that are known to hold some of a prompt, those that hold most of it; a thousand may share the first few blocks."""
+
+_MORE_LANES_FROM, _ALL_LANES_FROM = 0.25, 0.5
+"""Shares of the longest wait from which on late prompts get all prefill workers but one, and all of them."""
+
+
+class Scales:
+    """Weighs the prompts that wait. What it has seen of the workers holds until :meth:`forget`."""
+
+    def __init__(self, picker: Picker, costs: Costs, index: PrefixIndex, queue: PrefillQueue, settings: Routing) -> None:
+        self._picker = picker
+        self._costs = costs
+        self._index = index
+        self._queue = queue
+        self._settings = settings
+        self._views: dict[object, View] = {}
+
+    def forget(self) -> None:
+        """Something was placed or ended, or time has passed: the workers are to be looked at again."""
+        self._views.clear()
+
+    def fit(self, ticket: Ticket, view: View, now_s: float, *, late: bool) -> Fit:
+        """For a prompt that is handed over. ``late``: it cannot meet its deadline any more."""
+        job = ticket.job
+        costs, hold = self._costs, self._settings.hold * HOLD[job.aims.objective]
+        after_s = job.tokens * costs.kv_bytes_per_token(job) * view.transfer_s_per_byte + self._settings.handoff_overhead_s
+        hits = self.hits(ticket).tokens
+        if ticket.warmest is None:
+            warm = [(-cached, address) for address, cached in hits.items() if address in view.members]
+            first = nsmallest(_WARMEST, warm)
+            most = -first[0][0] if first else 0
+            ticket.warmest = Warmest([view.members[address] for _, address in first], max(job.tokens - most, 1))
+        best_score = soonest_s = math.inf
+        found: tuple[Endpoint, float, float, bool] | None = None
+        for endpoint in (view.idlest, *ticket.warmest.endpoints):
+            if endpoint is not view.idlest and (
+                endpoint.address not in view.members or not health.usable(endpoint.prefill, now_s)
+            ):
+                continue
+            cached = hits.get(endpoint.address, 0)
+            uncached = max(job.tokens - cached, 1)
+            backlog_s = costs.backlog_s(endpoint, now_s)
+            work_s = costs.prefill_rate(endpoint).seconds(uncached, cached)
+            finish_s = backlog_s + work_s
+            soonest_s = min(soonest_s, finish_s + after_s)
+            score = finish_s + hold * work_s
+            if score < best_score:
+                best_score = score
+                outstanding = costs.outstanding_tokens(endpoint, now_s)
+                ready = outstanding <= 0 or outstanding + uncached <= costs.room_tokens(endpoint)
+                found = endpoint, work_s, finish_s + after_s, ready
+        assert found is not None
+        endpoint, work_s, finish_s, ready = found
+        ready = (
+            ready
+            and view.decode_has_room(job)
+            and not (late and work_s > SMALL_WORK_S and self._lane_closed(view, endpoint, now_s))
+        )
+        return Fit(endpoint, work_s, finish_s, soonest_s, ready)
+
+    def _lane_closed(self, view: View, endpoint: Endpoint, now_s: float) -> bool:
+        """Late prompts may not have all prefill workers: those that can still meet their deadline would wait behind them.
+
+        They get a third of the workers, and more the nearer the oldest of them is to the end of its patience.
+        """
+        busy = len(view.late_at) - (endpoint.address in view.late_at)
+        count = len(view.able)
+        share = self._queue.longest_wait_share(now_s)
+        if share >= _ALL_LANES_FROM:
+            return False
+        lanes = math.ceil(count / 3) if share < _MORE_LANES_FROM else count - 1
+        return busy >= max(1, lanes)
+
+    def view(self, job: Job, now_s: float) -> View:
+        """The workers of one kind of prompt. Raises NoEndpointError."""
+        key = (job.model, frozenset(job.aims.prefill_labels.items()), frozenset(job.aims.decode_labels.items()))
+        view = self._views.get(key)
+        if view is None:
+            able = self._picker.able(Role.PREFILL, job.model, job.aims.prefill_labels, now_s)
+            decodes = self._picker.able(Role.DECODE, job.model, job.aims.decode_labels, now_s)
+            members = self._picker.members(Role.PREFILL, job.model, job.aims.prefill_labels)
+            view = self._views[key] = View(able, members, decodes, self._costs, now_s)
+        return view
+
+    def hits(self, ticket: Ticket) -> Hits:
+        """What workers hold of its prompt."""
+        if ticket.hits is None:
+            chain, tokens = ticket.job.chain, ticket.job.tokens
+            found = self._index.lookup(chain, _HOLDERS)
+            # The last token is always computed: its logits are wanted. A thousand workers may hold the same few lengths.
+            held = {blocks: min(int(blocks * chain.block_tokens), tokens - 1) for blocks in set(found.values())}
+            ticket.hits = Hits({address: held[blocks] for address, blocks in found.items()})
+            ticket.warmest = None
+        return ticket.hits
+
+
+class View:
+    """The workers of one kind of prompt, looked at once for all that wait, until something is placed."""
+
+    __slots__ = (
+        "_costs",
+        "_decodes",
+        "_late_at",
+        "_no_room_for_tokens",
+        "_now_s",
+        "able",
+        "idlest",
+        "members",
+        "prefill_room_tokens",
+        "transfer_s_per_byte",
+    )
+
+    def __init__(
+        self,
+        able: list[Endpoint],
+        members: dict[str, Endpoint],
+        decodes: list[Endpoint],
+        costs: Costs,
+        now_s: float,
+    ) -> None:
+        self.able = able
+        """Prefill workers that did not just fail."""
+        self.members = members
+        """All prefill workers, by address."""
+        self.idlest, self.prefill_room_tokens = costs.idlest_prefill(able, now_s)
+        """No prefill worker can take more tokens than this now."""
+        self.transfer_s_per_byte = costs.transfer_rate(decodes[0]).seconds(1.0)
+        self._late_at: set[str] | None = None
+        self._no_room_for_tokens = math.inf
+        self._decodes = decodes
+        self._costs = costs
+        self._now_s = now_s
+
+    @property
+    def late_at(self) -> set[str]:
+        """Workers that are on late prompts."""
+        if self._late_at is None:
+            busy = (each for each in self.able if each.prefill.claims)
+            self._late_at = {each.address for each in busy if any(claim.late for claim in each.prefill.claims)}
+        return self._late_at
+
+    def spare_decodes(self) -> list[Endpoint]:
+        """Decode workers that have nothing to do at all."""
+        costs, now_s = self._costs, self._now_s
+        return [
+            each
+            for each in self._decodes
+            if not each.decode.claims and each.prefill.busy_until_s <= now_s and costs.sequences(each, now_s) < 1
+        ]
+
+    def decode_has_room(self, job: Job) -> bool:
+        """Whether some decode worker can take it."""
+        need = job.tokens + self._costs.answer_tokens(job)
+        if need >= self._no_room_for_tokens:
+            return False
+        found = any(not self._costs.full(each, need, self._now_s) for each in self._decodes)
+        if not found:
+            self._no_room_for_tokens = need
+        return found
