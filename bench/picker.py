@@ -24,8 +24,9 @@ from extproc.routing.endpoint_spec import EndpointSet, EndpointSpec
 from extproc.routing.job import Aims, Job, Mode
 from extproc.routing.pool import Pool, Role
 from extproc.routing.prefix import Chain
-from extproc.routing.router import Router, State, Ticket
+from extproc.routing.router import Router
 from extproc.routing.settings import Routing
+from extproc.routing.ticket import State, Ticket
 
 _TOKENS = 12_000
 _BLOCK_TOKENS = 64

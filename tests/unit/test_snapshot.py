@@ -264,7 +264,7 @@ def test_whoever_gives_the_router_more_to_know_meets_this_test() -> None:
     router = a_router()
     assert set(vars(router)) <= {
         *("pool", "settings", "index", "costs", "picker", "queue", "predicted_tokens", "reported_tokens", "_turn", "_tickets"),
-        *("_heads", "_in_flight", "_impatient", "_view", "_changed", "_last_poll_s"),
+        *("_heads", "_in_flight", "_impatient", "_changed", "_last_poll_s", "scales"),
     }
     assert set(vars(router.picker)) <= {
         *("_pool", "_costs", "_settings", "_random", "_groups", "_version", "_sessions", "panics"),
