@@ -21,7 +21,7 @@ _TFD_FLAGS = os.O_NONBLOCK | os.O_CLOEXEC if sys.platform == "linux" else 0
 class _Spec(ctypes.Structure):
     """``struct itimerspec``: a timer that fires once has no interval."""
 
-    _fields_ = [  # noqa: RUF012  (ctypes' own way)
+    _fields_ = [
         ("interval_s", ctypes.c_long),
         ("interval_ns", ctypes.c_long),
         ("value_s", ctypes.c_long),
