@@ -125,7 +125,7 @@ def check(config: ConfigOption = Path("baton.yaml")) -> None:
     table.add_row("prefill calls go", settings.prefill.via)
     table.add_row("admin", settings.admin)
     table.add_row("Envoy listens on", settings.envoy.listen)
-    table.add_row("endpoint files", settings.envoy.eds_dir or "not written")
+    table.add_row("Envoy learns of workers", settings.envoy.eds_dir or "over gRPC, from the filter")
     for rule in settings.policies:
         slo = "" if rule.slo.ttft_s is None else f", TTFT within {rule.slo.ttft_s:g} s"
         table.add_row(f"policy {rule.name}", f"{rule.mode.value}, {rule.objective.value}, {rule.dispatch}{slo}")

@@ -33,6 +33,8 @@ class Costs:
         self._prefill: dict[str, tuple[PrefillRate, PrefillMeter]] = {}
         self._decode: dict[str, DecodeRate] = {}
         self._transfer: dict[str, TransferRate] = {}
+        self._sources: dict[str, set[str]] = {}
+        """Decode worker -> the prefill workers that it got KV from since its last report."""
         self._latest: PrefillRate | None = None
         self._guess = PrefillRate(settings.prefill_tokens_per_s)
         self._uncached_tokens = Ewma(float(settings.step_tokens) / 4)
@@ -79,18 +81,28 @@ class Costs:
         self._latest = rate
         self._uncached_tokens.note(uncached)
 
+    def handed_over(self, prefill: str, decode: str) -> None:
+        """KV goes from one to the other: what the decode worker reports next is about them, if it is about nobody else."""
+        self.pairs.succeeded(prefill, decode)
+        self._sources.setdefault(decode, set()).add(prefill)
+
     def reported(self, endpoint: Endpoint, load: Load) -> None:
         """A worker reported."""
         if load.itl_s is not None and load.itl_s > 0:
             known = load.kv_usage is not None and endpoint.kv_tokens is not None
             kv_tokens = (load.kv_usage or 0.0) * (endpoint.kv_tokens or 0) if known else endpoint.decode.tokens
             self.decode_rate(endpoint).note(load.running or 1.0, load.itl_s, kv_tokens)
+        sources = self._sources.pop(endpoint.address, None)
         if load.transfer_s is not None and load.transfer_bytes is not None:
-            self.transfer_rate(endpoint).note(load.transfer_bytes, load.transfer_s)
+            rate = self.transfer_rate(endpoint)
+            rate.note(load.transfer_bytes, load.transfer_s)
+            if sources is not None and len(sources) == 1:
+                (prefill,) = sources
+                self.pairs.transferred(prefill, endpoint.address, load.transfer_bytes, load.transfer_s, rate)
 
     def forget(self, address: str) -> None:
         """The worker is gone."""
-        for known in (self._prefill, self._decode, self._transfer):
+        for known in (self._prefill, self._decode, self._transfer, self._sources):
             known.pop(address, None)
         self.pairs.forget(address)
 
@@ -224,7 +236,8 @@ class Costs:
         terms = self._decoding(job, decode, now_s)
         terms.queue_prefill_s = self.backlog_s(prefill, now_s)
         terms.prefill_s = self.prefill_rate(prefill).seconds(uncached, cached_prefill)
-        terms.transfer_s = self.transfer_rate(decode).seconds(missing_bytes)
+        between = self.pairs.transfer_rate(prefill.address, decode.address) or self.transfer_rate(decode)
+        terms.transfer_s = between.seconds(missing_bytes)
         terms.handshake_s = self.pairs.handshake_s(prefill.address, decode.address)
         terms.penalty_s = self.pairs.penalty_s(prefill.address, decode.address, now_s)
         terms.overhead_s = self.settings.handoff_overhead_s

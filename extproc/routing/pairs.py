@@ -1,8 +1,10 @@
-"""What is known about a prefill and a decode worker together: whether they have met, and whether it went wrong."""
+"""What is known about a prefill and a decode worker together: have they met, how fast does KV move, has it gone wrong."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
+
+from extproc.routing.rates import TransferRate
 
 _MOST = 100_000
 _PENALTY_S = 5.0
@@ -10,12 +12,13 @@ _PENALTY_MAX_S = 60.0
 
 
 class _Pair:
-    __slots__ = ("failures", "met", "until_s")
+    __slots__ = ("failures", "met", "transfers", "until_s")
 
     def __init__(self) -> None:
         self.met = False
         self.failures = 0
         self.until_s = 0.0
+        self.transfers: TransferRate | None = None
 
 
 class Pairs:
@@ -46,6 +49,18 @@ class Pairs:
         pair.failures += 1
         pair.met = False
         pair.until_s = now_s + min(_PENALTY_S * 2 ** (pair.failures - 1), _PENALTY_MAX_S)
+
+    def transferred(self, prefill: str, decode: str, size_bytes: float, seconds: float, first_guess: TransferRate) -> None:
+        """The decode worker reported transfers, and all of them came from this prefill worker."""
+        pair = self._touch(prefill, decode)
+        if pair.transfers is None:
+            pair.transfers = first_guess.copy()
+        pair.transfers.note(size_bytes, seconds)
+
+    def transfer_rate(self, prefill: str, decode: str) -> TransferRate | None:
+        """Between the two; None if that was never seen alone."""
+        pair = self._pairs.get((prefill, decode))
+        return pair.transfers if pair is not None else None
 
     def forget(self, address: str) -> None:
         """The engine at ``address`` is a new one."""

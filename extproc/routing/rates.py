@@ -144,6 +144,10 @@ class TransferRate:
         self._bytes = self._GUESS_BYTES
         self._seconds = self._GUESS_BYTES / bytes_per_s
 
+    def copy(self) -> TransferRate:
+        """One that begins with what this one has learned, as a first guess."""
+        return TransferRate(self._bytes / self._seconds)
+
     def seconds(self, size_bytes: float) -> float:
         """For so many bytes."""
         return size_bytes * self._seconds / self._bytes

@@ -503,7 +503,7 @@ class Router:
         if ok:
             health.succeeded(decode.decode)
             if handed_over and prefill is not None:
-                self.costs.pairs.succeeded(prefill.address, decode.address)
+                self.costs.handed_over(prefill.address, decode.address)
             return
         health.failed(decode.decode, self.settings, now_s)
         if pair_fault and handed_over and prefill is not None:

@@ -26,7 +26,7 @@ from extproc.routing.picker import Hits
 from extproc.routing.pool import Endpoint, Leg, Pool, Role
 from extproc.routing.prefix import Chain, PrefixIndex
 from extproc.routing.queue import PrefillQueue, Waiting, _Line
-from extproc.routing.rates import PrefillMeter, PrefillRate
+from extproc.routing.rates import PrefillMeter, PrefillRate, TransferRate
 from extproc.routing.router import Router
 from extproc.routing.settings import Routing
 from extproc.routing.ticket import Ticket
@@ -110,6 +110,7 @@ class PairState(msgspec.Struct, frozen=True, kw_only=True):
     met: bool
     failures: int
     penalty_s: float
+    transfers: Transfers | None = None
 
 
 class WaitingState(msgspec.Struct, frozen=True, kw_only=True):
@@ -211,7 +212,14 @@ def take(router: Router, now_s: float, *, index_blocks: int = 0, sessions: Colle
         latest_speed=None if latest is None else _speed(latest),
         typical_uncached_tokens=costs._uncached_tokens.value,
         pairs=[
-            PairState(prefill=p, decode=d, met=pair.met, failures=pair.failures, penalty_s=max(0.0, pair.until_s - now_s))
+            PairState(
+                prefill=p,
+                decode=d,
+                met=pair.met,
+                failures=pair.failures,
+                penalty_s=max(0.0, pair.until_s - now_s),
+                transfers=_transfers(pair.transfers),
+            )
             for (p, d), pair in pairs
         ],
         queue=_queue(router, now_s, cut),
@@ -284,7 +292,7 @@ def _endpoints(router: Router, now_s: float) -> list[EndpointState]:
                 decode=_leg(endpoint.decode, now_s),
                 speed=None if speed is None else _speed(speed[0]),
                 decode_scale=None if decode is None else decode._scale.value,
-                transfers=None if transfer is None else Transfers(bytes=transfer._bytes, seconds=transfer._seconds),
+                transfers=_transfers(transfer),
                 reported=endpoint.load,
                 prefill_tokens_per_s=round(costs.prefill_rate(endpoint).tokens_per_s, 1),
                 itl_s=round(costs.decode_rate(endpoint).itl_s(costs.sequences(endpoint, now_s), endpoint.decode.tokens), 6),
@@ -343,8 +351,7 @@ def _restore_costs(costs: Costs, snapshot: Snapshot) -> None:
         if state.decode_scale is not None:
             costs.decode_rate(endpoint)._scale.value = state.decode_scale
         if state.transfers is not None:
-            transfer = costs.transfer_rate(endpoint)
-            transfer._bytes, transfer._seconds = state.transfers.bytes, state.transfers.seconds
+            _restore_transfers(costs.transfer_rate(endpoint), state.transfers)
     if snapshot.latest_speed is not None:
         costs._latest = _rate(snapshot.latest_speed)
     costs._uncached_tokens.value = snapshot.typical_uncached_tokens
@@ -357,10 +364,21 @@ def _rate(speed: PrefillSpeed) -> PrefillRate:
     return rate
 
 
+def _transfers(rate: TransferRate | None) -> Transfers | None:
+    return None if rate is None else Transfers(bytes=rate._bytes, seconds=rate._seconds)
+
+
+def _restore_transfers(rate: TransferRate, known: Transfers) -> None:
+    rate._bytes, rate._seconds = known.bytes, known.seconds
+
+
 def _restore_pairs(pairs: Pairs, known: Iterable[PairState]) -> None:
     for each in known:
         pair = pairs._touch(each.prefill, each.decode)
         pair.met, pair.failures, pair.until_s = each.met, each.failures, each.penalty_s
+        if each.transfers is not None:
+            pair.transfers = TransferRate(1.0)
+            _restore_transfers(pair.transfers, each.transfers)
 
 
 # -- queue -----------------------------------------------------------------------------------------------------------------

@@ -215,3 +215,18 @@ def test_many_workers_looked_at_together_are_judged_as_each_alone(legs, passed_s
     looked_at = [(costs.sequences(each, now_s), each.decode.turn, number, each) for number, each in enumerate(decodes)]
     assert costs.with_room(decodes, None, now_s) == looked_at
     assert costs.with_room(decodes, need, now_s) == [each for each in looked_at if not costs.full(each[-1], need, now_s)]
+
+
+def test_what_a_worker_reports_is_about_a_pair_only_if_nobody_else_sent_to_it() -> None:
+    w = world()
+    costs, report = w.router.costs, Load(transfer_s=2.0, transfer_bytes=1e9)
+    costs.handed_over("p0", "d0")
+    costs.handed_over("p1", "d0")
+    costs.reported(w["d0"], report)
+    assert costs.pairs.transfer_rate("p0", "d0") is None
+    costs.handed_over("p0", "d0")
+    costs.reported(w["d0"], report)
+    assert costs.pairs.transfer_rate("p0", "d0") is not None
+    assert costs.pairs.transfer_rate("p1", "d0") is None
+    costs.reported(w["d0"], report)  # nothing was handed over since
+    assert costs.pairs.transfer_rate("p1", "d0") is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from extproc.routing import pairs as pairs_module
 from extproc.routing.pairs import Pairs
+from extproc.routing.rates import TransferRate
 
 
 def test_the_first_handoff_of_a_pair_costs_a_handshake_and_later_ones_do_not() -> None:
@@ -12,6 +13,18 @@ def test_the_first_handoff_of_a_pair_costs_a_handshake_and_later_ones_do_not() -
     pairs.succeeded("p", "d")
     assert pairs.handshake_s("p", "d") == 0.0
     assert pairs.handshake_s("d", "p") == pairs.handshake_s("p", "e") == 0.5
+
+
+def test_a_slow_link_is_slow_for_its_own_pair_only() -> None:
+    pairs, common = Pairs(0.5), TransferRate(10e9)
+    assert pairs.transfer_rate("p", "d") is None
+    for _ in range(50):
+        pairs.transferred("p", "d", 1e9, 1.0, common)
+    slow = pairs.transfer_rate("p", "d")
+    assert slow is not None and 0.9 < slow.seconds(1e9) < 1.1
+    assert pairs.transfer_rate("q", "d") is None and common.seconds(1e9) == 0.1
+    pairs.forget("p")
+    assert pairs.transfer_rate("p", "d") is None
 
 
 def test_a_pair_that_failed_is_charged_less_every_second_until_it_is_as_good_as_any() -> None:

@@ -271,6 +271,8 @@ def test_whoever_gives_the_router_more_to_know_meets_this_test() -> None:
     }
     assert set(vars(router.costs)) <= {
         *("settings", "pairs", "_prefill", "_decode", "_transfer", "_latest", "_guess", "_uncached_tokens"),
+        # Only what the next report of a worker will be about; no decision reads it.
+        "_sources",
     }
     assert set(vars(PrefillQueue(Routing()))) <= {
         *("_settings", "_bands", "_all", "_limits", "_count", "_work_s", "_aged_work_s", "bytes", "queued_s"),
