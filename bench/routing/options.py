@@ -16,7 +16,7 @@ later requests share, 64 % of all blocks, is first seen there. At its end a shor
 _FULL = tuple(name for name in CONTESTANTS if name not in ("random", "least-load", "prefix"))
 _ONCE_LOAD = 0.9
 """Where the others run too, unless the policies are named: at every load they would add half an hour and tell little more."""
-_TRACE_FOLDERS = ("traces", "../shared/traces")
+_TRACE_FOLDER = Path(__file__).parent.parent / "traces"
 _WHERE = "the files mooncake_*.jsonl.gz are FAST25-release/traces of the repository kvcache-ai/Mooncake on GitHub, gzipped"
 
 
@@ -64,7 +64,7 @@ def parse(arguments: Sequence[str]) -> Options:
     only = f"default: {','.join(_FULL)} at every load, all at load {_ONCE_LOAD:g}"
     parser.add_argument("--policies", help=f"of {', '.join(CONTESTANTS)}; {only}")
     parser.add_argument("--traces", default=",".join(TRACES), help="default: %(default)s")
-    parser.add_argument("--traces-dir", type=Path, help=f"default: the first that is there of {', '.join(_TRACE_FOLDERS)}")
+    parser.add_argument("--traces-dir", type=Path, help="default: bench/traces")
     parser.add_argument(
         "--loads", default="0.5,0.7,0.9,1.1", help="shares of the capacity under round robin; default: %(default)s"
     )
@@ -84,9 +84,7 @@ def parse(arguments: Sequence[str]) -> Options:
     given = parser.parse_args(arguments)
     if given.quick:
         given.policies, given.traces, given.loads, given.requests = "baton,round-robin", "conversation", "0.9", 67
-    folder = given.traces_dir or next((Path(f) for f in _TRACE_FOLDERS if Path(f).is_dir()), None)
-    if folder is None:
-        raise OptionsError(f"neither of the folders {', '.join(_TRACE_FOLDERS)} is here: {_WHERE}; --traces-dir names theirs")
+    folder = given.traces_dir or _TRACE_FOLDER
     try:
         loads = tuple(float(load) for load in given.loads.split(","))
     except ValueError:
