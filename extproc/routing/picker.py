@@ -72,11 +72,14 @@ class Hits(NamedTuple):
         """In the cache of one."""
         return self.tokens.get(endpoint.address, 0)
 
-    def learned(self, job: Job, address: str, chain: Chain) -> bool:
-        """The worker at ``address`` holds ``chain`` now: whether it holds more than before of ``job``, whose hits these are."""
+    def learned(self, job: Job, address: str, chain: Chain, floor_tokens: int = 0) -> bool:
+        """The worker at ``address`` holds ``chain`` now: whether it holds more than before of ``job``, whose hits these are.
+
+        What is not more than ``floor_tokens`` is not entered.
+        """
         own, other, size = job.chain.hashes, chain.hashes, job.chain.block_tokens
         common = min(len(own), len(other))
-        held = math.ceil(self.tokens.get(address, 0) / size)
+        held = math.ceil(max(self.tokens.get(address, 0), floor_tokens) / size)
         if held >= common or own[held] != other[held]:
             return False
         # A hash covers all blocks before its own: from the first that differs on, nothing is common.

@@ -115,6 +115,7 @@ class Router:
         """A prompt: its ticket is placed already, or waits. Raises RejectedError, NoEndpointError."""
         ticket = Ticket(job)
         self.scales.forget()
+        self.scales.arrivals.note(now_s)
         aims = job.aims
         if aims.max_in_flight is not None and self._in_flight.get(aims.policy, 0) >= aims.max_in_flight:
             raise RejectedError("max_in_flight", f"{aims.max_in_flight} requests of policy {aims.policy!r} are open", 1.0)
@@ -417,7 +418,9 @@ class Router:
             return
         self.index.insert(address, job.chain)
         for other in self._heads.get(job.chain.hashes[0], ()):
-            if other.hits is not None and other.hits.learned(other.job, address, job.chain):
+            hits, warmest = other.hits, other.warmest
+            floor = warmest.least_tokens if warmest is not None else 0
+            if hits is not None and hits.learned(other.job, address, job.chain, floor):
                 other.warmest = None
 
     # -- what became of it -------------------------------------------------------------------------------------------------

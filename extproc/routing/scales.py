@@ -27,8 +27,31 @@ _WARMEST = 4
 _HOLDERS = 64
 """Workers that are known to hold some of a prompt, those that hold most of it; a thousand may share the first few blocks."""
 
+_EXPECTED = 0.5
+"""Prompts that must be expected to come while a late one is computed, for workers to be kept free of late ones."""
+
 _MORE_LANES_FROM, _ALL_LANES_FROM = 0.25, 0.5
 """Shares of the longest wait from which on late prompts get all prefill workers but one, and all of them."""
+
+
+class Arrivals:
+    """How fast prompts come."""
+
+    _WEIGHT = 0.05
+
+    def __init__(self) -> None:
+        self.mean_s: float = math.inf
+        self.last_s: float = -math.inf
+
+    def note(self, now_s: float) -> None:
+        """One came."""
+        gap_s = now_s - self.last_s
+        self.mean_s = gap_s if math.isinf(self.mean_s) else self.mean_s + self._WEIGHT * (gap_s - self.mean_s)
+        self.last_s = now_s
+
+    def gap_s(self, now_s: float) -> float:
+        """Expected until the next one: the mean, or the silence, if that has lasted longer."""
+        return max(self.mean_s, now_s - self.last_s)
 
 
 class Scales:
@@ -41,6 +64,7 @@ class Scales:
         self._queue = queue
         self._settings = settings
         self._views: dict[object, View] = {}
+        self.arrivals = Arrivals()
 
     def forget(self) -> None:
         """Something was placed or ended, or time has passed: the workers are to be looked at again."""
@@ -56,7 +80,8 @@ class Scales:
             warm = [(-cached, address) for address, cached in hits.items() if address in view.members]
             first = nsmallest(_WARMEST, warm)
             most = -first[0][0] if first else 0
-            ticket.warmest = Warmest([view.members[address] for _, address in first], max(job.tokens - most, 1))
+            least = -first[-1][0] if len(first) == _WARMEST else 0
+            ticket.warmest = Warmest([view.members[address] for _, address in first], max(job.tokens - most, 1), least)
         best_score = soonest_s = math.inf
         found: tuple[Endpoint, float, float, bool] | None = None
         for endpoint in (view.idlest, *ticket.warmest.endpoints):
@@ -81,15 +106,18 @@ class Scales:
         ready = (
             ready
             and view.decode_has_room(job)
-            and not (late and work_s > SMALL_WORK_S and self._lane_closed(view, endpoint, now_s))
+            and not (late and work_s > SMALL_WORK_S and self._lane_closed(view, endpoint, work_s, now_s))
         )
         return Fit(endpoint, work_s, finish_s, soonest_s, ready)
 
-    def _lane_closed(self, view: View, endpoint: Endpoint, now_s: float) -> bool:
+    def _lane_closed(self, view: View, endpoint: Endpoint, work_s: float, now_s: float) -> bool:
         """Late prompts may not have all prefill workers: those that can still meet their deadline would wait behind them.
 
-        They get a third of the workers, and more the nearer the oldest of them is to the end of its patience.
+        They get a third of the workers, and more the nearer the oldest of them is to the end of its patience; all of them when
+        nobody else is expected to come before they are through.
         """
+        if work_s < _EXPECTED * self.arrivals.gap_s(now_s):
+            return False
         busy = len(view.late_at) - (endpoint.address in view.late_at)
         count = len(view.able)
         share = self._queue.longest_wait_share(now_s)

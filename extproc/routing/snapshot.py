@@ -181,6 +181,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     sessions: dict[str, str] = {}
     """Hashed session -> the decode worker that holds it."""
     turn: int = 0
+    arrivals: tuple[float, float] | None = None
+    """Mean time between prompts, and how long ago the last one came."""
     random: bytes = b""
     """State of the generator of the objective `random`."""
     index: dict[str, bytes] | None = None
@@ -226,6 +228,7 @@ def take(router: Router, now_s: float, *, index_blocks: int = 0, sessions: Colle
         in_flight=dict(router._in_flight),
         sessions={hashed(name): address for name, address in homes.items()},
         turn=router._turn,
+        arrivals=_arrivals(router, now_s),
         random=array("I", picker._random.getstate()[1]).tobytes(),
         index=_index(router.index, index_blocks, cut) if index_blocks else None,
         cut=cut,
@@ -257,6 +260,9 @@ def restore(snapshot: Snapshot, index: PrefixIndex | None = None) -> Router:
         numbers.frombytes(snapshot.random)
         router.picker._random.setstate((3, tuple(numbers), None))
     router._turn = snapshot.turn
+    if snapshot.arrivals is not None:
+        router.scales.arrivals.mean_s, silence_s = snapshot.arrivals
+        router.scales.arrivals.last_s = -silence_s
     _restore_queue(router, snapshot.queue)
     return router
 
@@ -362,6 +368,11 @@ def _rate(speed: PrefillSpeed) -> PrefillRate:
     rate = PrefillRate(1.0)
     rate._a, rate._b = speed.token_s, speed.context_s
     return rate
+
+
+def _arrivals(router: Router, now_s: float) -> tuple[float, float] | None:
+    arrivals = router.scales.arrivals
+    return (arrivals.mean_s, now_s - arrivals.last_s) if arrivals.mean_s < math.inf else None
 
 
 def _transfers(rate: TransferRate | None) -> Transfers | None:

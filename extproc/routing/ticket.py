@@ -81,3 +81,5 @@ class Warmest(NamedTuple):
 
     endpoints: list[Endpoint]
     uncached_tokens: int
+    least_tokens: int
+    """Held by the last of them; 0 where others would still be welcome. Who holds no more than this changes nothing."""

@@ -426,3 +426,32 @@ def test_a_short_prompt_that_had_to_wait_for_a_decode_worker_is_not_handed_over_
 def test_immediate_prompts_do_not_wait_for_room_on_decode_workers() -> None:
     w = World(pool_of(2, specs("d", 1, max_seqs=1)))
     assert all(placed(w.apart(100, held=False)) for _ in range(4))
+
+
+def when_three_workers_get_free(*, others_come: bool) -> World:
+    """Three workers, and nine prompts of two seconds at once: when the first three are done, the others are late."""
+    w = World(pool_of(3, 2), step_tokens=STEP, prefill_tokens_per_s=10_000.0)
+    first = [w.apart(20_000) for _ in range(9)]
+    for _ in range(400):
+        w.now_s += 0.01
+        if others_come:
+            w.router.scales.arrivals.note(w.now_s)
+    for ticket in first[:3]:
+        w.router.prefill_done(ticket, w.now_s)
+    w.poll()
+    return w
+
+
+def on_prompts(w: World) -> int:
+    return sum(bool(each.prefill.claims) for each in w.pool.endpoints)
+
+
+def test_late_prompts_leave_workers_to_those_that_come_and_can_make_it() -> None:
+    w = when_three_workers_get_free(others_come=True)
+    assert on_prompts(w) == 1
+    assert placed(w.apart(4000))
+
+
+def test_late_prompts_get_every_worker_when_nobody_else_comes() -> None:
+    """A burst, then silence: workers that are kept free for nobody would only make the burst wait longer."""
+    assert on_prompts(when_three_workers_get_free(others_come=False)) == 3

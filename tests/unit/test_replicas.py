@@ -178,7 +178,7 @@ def clusters() -> dict[int, _Cluster]:
     found = {}
     for replicas in (1, 2):
         found[replicas] = _Cluster(replicas)
-        found[replicas].run(0.9 * capacity_per_s(), 80.0)
+        found[replicas].run(0.9 * capacity_per_s(), 160.0)
     return found
 
 
