@@ -133,14 +133,15 @@ def test_a_client_that_leaves_during_the_prefill(system: System, own_front: Fron
     others, ours = ([random.Random(seed).randrange(3, 300) for _ in range(4000)] for seed in (1, 2))
     before = own_front.metrics()
     prefill_before, decode_before = kv_use(system.prefill_url), kv_use(system.decode_url)
+    computer = system.computer(system.prefill_url)  # finding it takes time, of which there is little below
     with stopped(system.scheduler(system.prefill_url)):
         # Ahead of ours in the engine's queue: when it is answered, ours has been begun.
         other = Client(system.prefill_url, "completions", body_of("completions", others, max_tokens=1))
         client = Client(own_front.url, "completions", body_of("completions", ours))
         until(lambda: upstream(own_front, "prefill") == 1)
     other.read_until(b'"usage"', 1)
-    other.leave()
-    with stopped(system.computer(system.prefill_url)):
+    with stopped(computer):
+        other.leave()
         assert own_front.metrics().total("baton_prefills_in_flight") == 1
         client.leave()
         until(lambda: gone(own_front) and upstream(own_front, "prefill") == 0)
