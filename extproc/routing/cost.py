@@ -231,11 +231,35 @@ class Costs:
         self, job: Job, prefill: Endpoint, decode: Endpoint, cached_prefill: int, cached_decode: int, now_s: float
     ) -> Terms:
         """A handoff. ``cached_*`` are prompt tokens that the two hold."""
-        uncached = max(job.tokens - cached_prefill, 1)
+        return self.between(
+            job,
+            prefill,
+            decode,
+            self.prefilling(job, prefill, cached_prefill, now_s),
+            self.decoding(job, decode, now_s),
+            cached_decode,
+            now_s,
+        )
+
+    def prefilling(self, job: Job, prefill: Endpoint, cached: int, now_s: float) -> tuple[float, float]:
+        """What only the prefill worker decides: seconds until it begins, and until it is through."""
+        uncached = max(job.tokens - cached, 1)
+        return self.backlog_s(prefill, now_s), self.prefill_rate(prefill).seconds(uncached, cached)
+
+    def between(
+        self,
+        job: Job,
+        prefill: Endpoint,
+        decode: Endpoint,
+        prefilling: tuple[float, float],
+        decoding: tuple[float, float],
+        cached_decode: int,
+        now_s: float,
+    ) -> Terms:
+        """A handoff, from what :meth:`prefilling` and :meth:`decoding` say of the two workers, and what the pair adds."""
         missing_bytes = max(job.tokens - cached_decode, 0) * self.kv_bytes_per_token(job)
-        terms = self._decoding(job, decode, now_s)
-        terms.queue_prefill_s = self.backlog_s(prefill, now_s)
-        terms.prefill_s = self.prefill_rate(prefill).seconds(uncached, cached_prefill)
+        terms = Terms(queue_decode_s=decoding[0], generation_s=decoding[1])
+        terms.queue_prefill_s, terms.prefill_s = prefilling
         between = self.pairs.transfer_rate(prefill.address, decode.address) or self.transfer_rate(decode)
         terms.transfer_s = between.seconds(missing_bytes)
         terms.handshake_s = self.pairs.handshake_s(prefill.address, decode.address)
@@ -245,7 +269,8 @@ class Costs:
 
     def whole(self, job: Job, decode: Endpoint, cached: int, now_s: float) -> Terms:
         """The decode worker does it all, and its streams wait meanwhile."""
-        terms = self._decoding(job, decode, now_s)
+        queue_s, generation_s = self.decoding(job, decode, now_s)
+        terms = Terms(queue_decode_s=queue_s, generation_s=generation_s)
         terms.queue_prefill_s = self.backlog_s(decode, now_s)
         terms.prefill_s = self.prefill_rate(decode).seconds(max(job.tokens - cached, 1), cached)
         terms.stall_s = terms.prefill_s * self.sequences(decode, now_s)
@@ -258,15 +283,14 @@ class Costs:
         chunk_s = self.prefill_rate(decode).seconds(chunk, job.tokens - chunk)
         return chunk_s + self.decode_rate(decode).itl_s(self.sequences(decode, now_s), decode.decode.tokens)
 
-    def _decoding(self, job: Job, decode: Endpoint, now_s: float) -> Terms:
+    def decoding(self, job: Job, decode: Endpoint, now_s: float) -> tuple[float, float]:
+        """What only the decode worker decides: seconds until it has room, and that the answer takes longer than alone."""
         rate = self.decode_rate(decode)
         sequences = self.sequences(decode, now_s)
         answer, tokens = self.answer_tokens(job), decode.decode.tokens
         over = sequences + 1 - (decode.max_seqs or self.settings.worker_max_seqs)
-        return Terms(
-            queue_decode_s=max(0.0, over) * rate.itl_s(sequences, tokens) * answer / max(sequences, 1),
-            generation_s=answer * (rate.itl_s(sequences + 1, tokens + job.tokens) - rate.itl_s(1, job.tokens)),
-        )
+        queue_s = over * rate.itl_s(sequences, tokens) * answer / max(sequences, 1) if over > 0 else 0.0
+        return queue_s, answer * (rate.itl_s(sequences + 1, tokens + job.tokens) - rate.itl_s(1, job.tokens))
 
     def total(self, aims: Aims, terms: Terms, *, pressure: float) -> float:
         """What the objective makes of the terms. ``pressure``: how busy the prefill pool is, 0 to 1."""

@@ -348,18 +348,20 @@ class Picker:
     def _pairs(self, job: Job, prefills: list[Endpoint], decodes: list[Endpoint], hits: Hits, now_s: float) -> list[Candidate]:
         pressure = self.pressure(prefills, now_s)
         found = []
+        costs = self._costs
+        decoding = [(decode, hits.of(decode), costs.decoding(job, decode, now_s)) for decode in decodes]
         for prefill in prefills:
             cached_prefill = hits.of(prefill)
-            for decode in decodes:
+            prefilling = costs.prefilling(job, prefill, cached_prefill, now_s)
+            for decode, cached_decode, alone in decoding:
                 if prefill is decode:
                     continue  # to itself nothing is handed over: that is the other kind of choice
-                cached_decode = hits.of(decode)
-                terms = self._costs.apart(job, prefill, decode, cached_prefill, cached_decode, now_s)
+                terms = costs.between(job, prefill, decode, prefilling, alone, cached_decode, now_s)
                 found.append(
                     Candidate(
                         prefill=prefill.address,
                         decode=decode.address,
-                        cost=self._costs.total(job.aims, terms, pressure=pressure),
+                        cost=costs.total(job.aims, terms, pressure=pressure),
                         terms=terms,
                         cached_prefill_tokens=cached_prefill,
                         cached_decode_tokens=cached_decode,
