@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 
 from extproc.replay import Placed, Refused
@@ -16,7 +17,7 @@ _MATCH = 0.3
 requests and half as many more than another."""
 
 
-class _Pushed:
+class _Pushed(ABC):
     """Requests are placed on arrival."""
 
     def __init__(self, prefill: Sequence[str], decode: Sequence[str]) -> None:
@@ -39,8 +40,8 @@ class _Pushed:
         self._new.append((self._turn, placed))
         return self._turn
 
-    def _choose_prefill(self, job: Job) -> str:
-        raise NotImplementedError
+    @abstractmethod
+    def _choose_prefill(self, job: Job) -> str: ...
 
     def _choose_decode(self) -> str:
         return self._decode[self._turn % len(self._decode)]
@@ -65,6 +66,7 @@ class _Pushed:
 
     def decode_began(self, ticket: Hashable, now_s: float) -> None:
         """Not used."""
+        del ticket, now_s
 
     def decode_done(self, ticket: Hashable, now_s: float) -> None:
         """The answer is complete."""
@@ -74,6 +76,7 @@ class _Pushed:
 
     def on_load(self, address: str, load: Load, now_s: float) -> None:
         """Not used."""
+        del address, load, now_s
 
 
 class Turns(_Pushed):

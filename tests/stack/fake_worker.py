@@ -64,6 +64,20 @@ def when(gate: asyncio.Event, then: Answer = prefill_answer) -> Answer:
     return answer
 
 
+def begun_until(gate: asyncio.Event) -> Answer:
+    """Answer ``begun``, and ``done`` when ``gate`` is set."""
+
+    async def answer(request: web.Request, _: bytes) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b"begun ")
+        await gate.wait()
+        await response.write(b"done")
+        return response
+
+    return answer
+
+
 async def decode_answer(request: web.Request, body: bytes) -> web.StreamResponse:
     if b'"stream":true' not in body.replace(b" ", b""):
         return web.json_response({"served_by": request.app[NAME]})

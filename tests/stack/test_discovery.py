@@ -12,6 +12,7 @@ import pytest
 from aiohttp import web
 
 from extproc.wire import Immediate, Mutation
+from tests.stack.fake_worker import begun_until
 from tests.stack.gateway import TO, Gateway
 
 FILE = {"eds": "file"}
@@ -55,16 +56,7 @@ async def test_a_worker_that_comes_is_served_and_one_that_goes_finishes_what_it_
         assert (await gateway.get(second.address))[0] == 200
 
         gate = asyncio.Event()
-
-        async def slow(request: web.Request, _: bytes) -> web.StreamResponse:
-            response = web.StreamResponse()
-            await response.prepare(request)
-            await response.write(b"begun ")
-            await gate.wait()
-            await response.write(b"done")
-            return response
-
-        first.answer = slow
+        first.answer = begun_until(gate)
         async with gateway.http.get("/version", headers={TO: first.address}) as response:
             gateway.publish(second.address)
             await gateway.until_hosts(second.address)

@@ -13,9 +13,8 @@ from typing import Any
 
 import aiohttp
 import pytest
-from aiohttp import web
 
-from tests.stack.fake_worker import FakeWorker, decode_answer
+from tests.stack.fake_worker import FakeWorker, begun_until, decode_answer
 from tests.stack.harness import Stack
 from tests.stack.test_errors import PROMPT
 from tests.stack.test_legs import post
@@ -87,16 +86,7 @@ async def test_a_new_worker_gets_traffic_and_a_removed_one_finishes_what_it_has(
         assert [len(worker.received) for worker in stack.decode] == [5, 4]
 
         gate = asyncio.Event()
-
-        async def slow(request: web.Request, _: bytes) -> web.StreamResponse:
-            response = web.StreamResponse()
-            await response.prepare(request)
-            await response.write(b"begun ")
-            await gate.wait()
-            await response.write(b"done")
-            return response
-
-        old.answer = new.answer = slow
+        old.answer = new.answer = begun_until(gate)
         requests = [asyncio.create_task(post(stack, "/v1/completions", PROMPT)) for _ in range(2)]
         await until(lambda: len(old.received) == 6 and len(new.received) == 5)
         write(stack, new)
