@@ -13,7 +13,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 import msgspec
 
-from workers.vllm import Command
+from workers.spec import Command
 
 _GIB = 1 << 30
 
