@@ -203,6 +203,38 @@ class Health(_Section, frozen=True, kw_only=True):
     """Good probes in a row after which it gets requests again."""
 
 
+class WarmUp(_Section, frozen=True, kw_only=True):
+    """The first KV transfer between two workers takes seconds to tens of seconds: the filter makes it, before a client has to.
+    [Operations](operations.md) says what that means for each state of a worker."""
+
+    enabled: bool = True
+    """Make a handoff between every prefill and every decode worker that have not met, and keep clients off until then."""
+    prompt_tokens: int = 160
+    """Least length of its prompt: more than one KV block of the workers, so that blocks really move."""
+    answer_tokens: int = 4
+    """Tokens that the decode worker answers."""
+    timeout_s: float = 60.0
+    """One such handoff, from the prefill call to the end of the answer."""
+    attempts: int = 3
+    """Failures in a row after which a pair is given up: counted, and named at `/healthz`."""
+    retry_s: float = 60.0
+    """About so long after that, it is tried again, and so on."""
+    concurrency: int = 8
+    """Such handoffs at once, in all; a worker has no more than one at a time."""
+    partners: int = 16
+    """With at most so many workers in each role, a worker must have met all warm ones of the other role before it is used. In a
+    larger pool one is enough; a decode worker then meets so many, and clients' requests the rest."""
+    background_per_s: float = 2.0
+    """In such a larger pool: handoffs a second between workers that are in use already."""
+    when_cold: Literal["wait", "serve"] = "wait"
+    """A prompt that comes while no pair it could have is warm: `wait` until one is, within the request's deadline, or `serve`
+    it at once, at the price of the first transfer."""
+    give_up_s: float = 180.0
+    """A worker that could not be warmed for so long is used all the same, where no other can."""
+    api_key_file: str | None = None
+    """File with the key that the workers want (`--api-key`); null: they want none."""
+
+
 class Limits(_Section, frozen=True, kw_only=True):
     """Upper bounds. Each is a clear error when it is met, never a hang."""
 
@@ -272,6 +304,7 @@ class Config(_Section, frozen=True, kw_only=True):
     handoff: Handoff = Handoff()
     routing: Routing = Routing()
     health: Health = Health()
+    warm_up: WarmUp = WarmUp()
     scrape: Scraping = Scraping()
     limits: Limits = Limits()
     drain: Drain = Drain()
@@ -293,7 +326,7 @@ class Config(_Section, frozen=True, kw_only=True):
         ):
             _address(field, text)
         _check_workers(self.workers)
-        for section in ("prefill", "handoff", "health", "scrape", "limits", "drain", "envoy"):
+        for section in ("prefill", "handoff", "health", "warm_up", "scrape", "limits", "drain", "envoy"):
             values: dict[str, Any] = msgspec.structs.asdict(getattr(self, section))
             for name, value in values.items():
                 if isinstance(value, int | float) and not isinstance(value, bool):

@@ -44,7 +44,8 @@ class Metrics:
             "baton_fallbacks",
             "Ways taken that were not the first choice: retry (another prefill worker), aggregate (no prefill), "
             "stale (a handoff too old to use, prefilled again), decode (another decode worker than was picked), "
-            "panic (every worker of a role failed lately, and one was chosen all the same)",
+            "panic (every worker of a role failed lately, and one was chosen all the same), "
+            "unwarmed (no pair was warm, and one was chosen all the same)",
             ["kind"],
             registry=registry,
         )
@@ -122,6 +123,24 @@ class Metrics:
         )
         self.ledger_leaks = Counter(
             "baton_ledger_leaks", "Counts of requests in flight that nobody gave back; a fault of Baton", registry=registry
+        )
+        self.warm_ups = Counter(
+            "baton_warm_up",
+            "Handoffs that the filter made to let two workers meet, by outcome: ok, failed, given_up (a failure that was one too "
+            "many)",
+            ["outcome"],
+            registry=registry,
+        )
+        self.warm_up_seconds = Histogram(
+            "baton_warm_up_seconds", "Duration of those that went well", buckets=_SECONDS, registry=registry
+        )
+        self.pairs_warm = Gauge("baton_pairs_warm", "Pairs of live workers that have made a handoff", registry=registry)
+        self.pairs_cold = Gauge("baton_pairs_cold", "Pairs of live workers that have not", registry=registry)
+        self.endpoints_warming = Gauge(
+            "baton_endpoints_warming", "Live workers that get no clients' requests until they are warm", registry=registry
+        )
+        self.warm_up_waiting = Gauge(
+            "baton_warm_up_waiting_requests", "Prompts that wait until a pair of workers is warm", registry=registry
         )
         self.draining = Gauge("baton_draining", "1 after SIGTERM", registry=registry)
 
