@@ -14,7 +14,7 @@ import random
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from rich.console import Console
@@ -151,7 +151,7 @@ class _Bench:
                 began_s = time.thread_time()
                 placed = self._router.poll(self._now_s)
                 polling.append(time.thread_time() - began_s)
-                self._prefilling.extend(each for each in placed if each.prefill is not None and each is not done)
+                self._placed(placed)
                 while len(self._router.queue) < waiting:
                     joining.append(self._submit())
             return joining
@@ -165,20 +165,26 @@ class _Bench:
             done = self._prefilling.popleft()
             self._router.prefill_done(done, self._now_s, tokens=_TOKENS)
             self._decoded(done)
-        self._router.poll(self._now_s)
+        self._placed(self._router.poll(self._now_s))
         return took_s
 
     def _submit(self) -> float:
         job = self._job()
         began_s = time.thread_time()
         ticket = self._router.submit(job, self._now_s)
+        if self._router.unsettled:
+            self._placed(self._router.poll(self._now_s))  # as the filter does
         took_s = time.thread_time() - began_s
         if ticket.state is State.PLACED:
+            self._placed([ticket])
+        return took_s
+
+    def _placed(self, tickets: Iterable[Ticket]) -> None:
+        for ticket in tickets:
             if ticket.prefill is not None:
                 self._prefilling.append(ticket)
             else:
                 self._decoded(ticket)
-        return took_s
 
     def _decoded(self, ticket: Ticket) -> None:
         self._decoding.append(ticket)

@@ -78,7 +78,10 @@ class Dispatcher:
             raise self.as_api_error(error) from None
         if ticket.state is State.WAITING:
             self._waiting[ticket] = asyncio.get_running_loop().create_future()
+        if self.router.unsettled:
             self.stir()
+        elif self._timer is None and self._waiting:
+            self._set_alarm()
         return ticket
 
     def settled(self, ticket: Ticket) -> asyncio.Future[None] | None:
@@ -169,6 +172,9 @@ class Dispatcher:
             future = self._waiting.pop(ticket, None)
             if future is not None and not future.done():
                 future.set_result(None)
+        self._set_alarm()
+
+    def _set_alarm(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

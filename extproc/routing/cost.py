@@ -170,7 +170,7 @@ class Costs:
         return found
 
     def idlest_prefill(self, endpoints: list[Endpoint], now_s: float) -> tuple[Endpoint, float]:
-        """The prefill worker with the least to do, and :meth:`most_prefill_room`."""
+        """The prefill worker with the least to do, and its :meth:`backlog_s`."""
         idle: Endpoint | None = None
         turn: float = math.inf
         for endpoint in endpoints:
@@ -180,21 +180,9 @@ class Costs:
             if not leg.external_requests or self.backlog_s(endpoint, now_s) <= 0:
                 idle, turn = endpoint, leg.turn
         if idle is not None:
-            return idle, math.inf
-        return min(self.with_backlog(endpoints, now_s))[-1], self.most_prefill_room(endpoints, now_s)
-
-    def most_prefill_room(self, endpoints: list[Endpoint], now_s: float) -> float:
-        """Tokens for which the prefill worker with most room has room; one that has nothing to do takes any prompt."""
-        default, most = self.settings.step_tokens, 0.0
-        for endpoint in endpoints:
-            leg = endpoint.prefill
-            tokens = self.outstanding_tokens(endpoint, now_s) if leg.external_requests else leg.tokens
-            if tokens <= 0:
-                return math.inf
-            room = (endpoint.step_tokens or default) - tokens
-            if room > most:
-                most = room
-        return most
+            return idle, 0.0
+        backlog_s, _, _, endpoint = min(self.with_backlog(endpoints, now_s))
+        return endpoint, backlog_s
 
     def with_room(self, endpoints: list[Endpoint], tokens: int | None, now_s: float) -> list[Loaded]:
         """Decode workers that are not :meth:`full` for ``tokens`` more, each with its :meth:`sequences`; None: all of them."""

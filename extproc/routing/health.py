@@ -29,6 +29,7 @@ def failed(leg: Leg, settings: Routing, now_s: float) -> None:
     over = leg.failures - settings.breaker_failures
     if over >= 0:
         leg.blocked_until_s = now_s + min(settings.breaker_pause_s * 2.0 ** min(over, 10), _PAUSE_MAX_S)
+        leg.version += 1
 
 
 def chosen(leg: Leg, claim: Claim, settings: Routing, now_s: float) -> None:

@@ -61,6 +61,7 @@ class Leg:
         "tokens",
         "trial",
         "turn",
+        "version",
     )
 
     def __init__(self) -> None:
@@ -82,6 +83,8 @@ class Leg:
         """When that was."""
         self._ended_s: deque[float] = deque(maxlen=_ENDED_MOST)
         """When the last requests ended."""
+        self.version = 0
+        """Grows with whatever may let it take more, or less, than before, but for the passing of time."""
 
     def reported(self, now_s: float) -> int:
         """How many of the requests in a report that arrived just now may be ours: it may count some that have ended since."""
@@ -101,11 +104,19 @@ class Leg:
         self.tokens += tokens
         self.busy_until_s = max(self.busy_until_s, now_s) + work_s
         self.turn = turn
+        self.version += 1
         return claim
 
     def occupy(self, work_s: float, now_s: float) -> None:
         """Work that ends without a word: it is taken to be done when it is expected to be."""
         self.busy_until_s = max(self.busy_until_s, now_s) + work_s
+        self.version += 1
+
+    def external(self, requests: float, now_s: float) -> None:
+        """So many requests are on the worker that are not ours."""
+        if requests != self.external_requests:
+            self.version += 1
+        self.external_requests, self.external_s = requests, now_s
 
     def give_back(self, claim: Claim, now_s: float) -> None:
         """Only for Claim.release."""
@@ -114,6 +125,7 @@ class Leg:
         self.tokens -= claim.tokens
         # The engine serves in order: what is left begins now, at the earliest.
         self.busy_until_s = now_s + sum(left.work_s for left in self.claims)
+        self.version += 1
 
     def expire(self, before_s: float, now_s: float) -> int:
         """Give back what has been in flight since before ``before_s``: a guard against leaks; how many there were."""

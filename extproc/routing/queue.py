@@ -47,7 +47,7 @@ class Fit(NamedTuple):
 class Waiting:
     """One prompt in the queue."""
 
-    __slots__ = ("came_s", "job", "late", "limit_s", "line", "position", "slo_s", "weighed_s", "work_s")
+    __slots__ = ("came_s", "job", "late", "limit_s", "line", "position", "slo_s", "work_s")
 
     def __init__(self, job: Job, settings: Routing, now_s: float) -> None:
         self.job = job
@@ -56,8 +56,6 @@ class Waiting:
         self.limit_s = now_s + min(job.aims.max_wait_s, settings.queue_wait_s)
         self.slo_s = job.arrived_s + (job.aims.ttft_slo_s or TTFT_TARGET_S)
         self.late = False
-        self.weighed_s = -math.inf
-        """When it was last asked where it is best off."""
         self.work_s = 0.0
         """What it was last expected to need."""
         self.line: _Line | None = None

@@ -28,9 +28,6 @@ _TICK_S = 0.2
 
 _RETRY_AFTER_MAX_S = 60.0
 
-_WEIGHED_AGAIN_S = 0.05
-"""While no prefill worker has room for it, a prompt is weighed no more often: only whether it is late can change."""
-
 _LATE_LOOKED_AT = 32
 """Late prompts for which a spare decode worker is looked for, at a time."""
 
@@ -58,6 +55,7 @@ class Router:
         self._in_flight: dict[str, int] = {}
         self._impatient = 0
         self._changed: list[Ticket] = []
+        self._settled = True
         self._last_poll_s = 0.0
         self.sync()
 
@@ -65,6 +63,7 @@ class Router:
 
     def sync(self) -> None:
         """The pool has other endpoints than before."""
+        self._settled = False
         for endpoint in self.pool.endpoints:
             self._resize(endpoint)
 
@@ -78,17 +77,19 @@ class Router:
 
     def restarted(self, address: str) -> None:
         """The engine at ``address`` is a new one: it holds nothing, and nobody has met it."""
+        self._settled = False
         self.index.clear(address)
         self.costs.pairs.forget(address)
         for tickets in self._heads.values():
             for ticket in tickets:
-                ticket.hits = ticket.warmest = None
+                ticket.hits = ticket.warmest = ticket.stuck = None
 
     def on_load(self, address: str, load: Load, now_s: float) -> None:
         """A worker reported."""
         endpoint = self.pool.get(address)
         if endpoint is None:
             return
+        self._settled = False
         if load.restarted:
             self.restarted(address)
         endpoint.load = load
@@ -101,13 +102,17 @@ class Router:
             own = endpoint.prefill.reported(now_s) + endpoint.decode.reported(now_s) if both else 0
             # On a worker with both roles nobody can tell the legs of others apart; most of their time is decoding.
             leg = endpoint.prefill if endpoint.roles == {Role.PREFILL} else endpoint.decode
-            leg.external_requests = max(0.0, present - (own if both else leg.reported(now_s)))
-            leg.external_s = now_s
+            leg.external(max(0.0, present - (own if both else leg.reported(now_s))), now_s)
         self.costs.reported(endpoint, load)
 
     def _resize(self, endpoint: Endpoint) -> None:
         tokens = endpoint.kv_tokens or self.settings.worker_kv_tokens
         self.index.set_capacity(endpoint.address, max(1, int(tokens / self.settings.block_tokens)))
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether :meth:`poll` would do something although no time has passed since the last call of it."""
+        return bool(self._changed) or not self._settled
 
     # -- a prompt comes ----------------------------------------------------------------------------------------------------
 
@@ -188,7 +193,7 @@ class Router:
                 self._place_whole(ticket, "late", now_s, admit=False)
                 return
             waiting.late = True
-        if fit is not None and fit.ready and not len(self.queue):
+        if fit is not None and fit.ready and not waiting.late and self._may_go_first():
             self._place(ticket, fit.endpoint, now_s)
             return
         try:
@@ -202,6 +207,10 @@ class Router:
         self._impatient += ticket.job.aims.late is not Late.WAIT
         if fit is not None and fit.ready:
             self._advance(now_s)
+
+    def _may_go_first(self) -> bool:
+        """Whether no prompt in the queue could go now: all were asked, and no worker has become free since."""
+        return not len(self.queue) or (self._settled and len(self.queue) <= self.settings.window)
 
     def _too_late(self, ticket: Ticket, fit: Fit, now_s: float) -> RejectedError:
         slo_s = ticket.job.aims.ttft_slo_s or 0.0
@@ -265,6 +274,7 @@ class Router:
             self._try(ticket, now_s, lambda each: self._place(each, endpoint, now_s))  # noqa: B023 (called at once)
             self._changed.append(ticket)
         self._use_spare_decodes(now_s)
+        self._settled = True
 
     def _use_spare_decodes(self, now_s: float) -> None:
         """What is late already goes whole to a decode worker that has nothing to do: there it holds up nobody."""
@@ -319,12 +329,10 @@ class Router:
 
     def _weigh(self, waiting: Waiting, now_s: float) -> Fit | None:
         ticket = self._tickets[waiting]
-        warmest = ticket.warmest
-        if warmest is not None and ticket.whole_reason is None and now_s - waiting.weighed_s < _WEIGHED_AGAIN_S:
+        if ticket.stuck is not None:
             with suppress(NoEndpointError):
-                if self.scales.view(ticket.job, now_s).prefill_room_tokens < warmest.uncached_tokens:
+                if self.scales.still_stuck(ticket, now_s):
                     return None
-        waiting.weighed_s = now_s
         return self._weigh_ticket(ticket, now_s, late=waiting.late)
 
     def _weigh_ticket(self, ticket: Ticket, now_s: float, *, late: bool = False) -> Fit | None:
@@ -410,8 +418,16 @@ class Router:
             tokens=job.tokens + self.costs.answer_tokens(job), work_s=0.0, now_s=now_s, turn=self._turn
         )
         health.chosen(decode.decode, ticket.decode_claim, self.settings, now_s)
-        self._learn(decode.address, job)
         self.picker.remember(job.session, decode.address)
+        ticket.decode_holds = False
+        if ticket.prefill_claim is None or ticket.prefill_claim.leg is None:
+            self._learn_decode(ticket, decode)
+
+    def _learn_decode(self, ticket: Ticket, decode: Endpoint) -> None:
+        """Its decode worker holds the prompt, or computes it now: with a handoff that is so once the prefill is done."""
+        if not ticket.decode_holds:
+            ticket.decode_holds = True
+            self._learn(decode.address, ticket.job)
 
     def _learn(self, address: str, job: Job) -> None:
         if not job.chain.hashes:
@@ -421,7 +437,8 @@ class Router:
             hits, warmest = other.hits, other.warmest
             floor = warmest.least_tokens if warmest is not None else 0
             if hits is not None and hits.learned(other.job, address, job.chain, floor):
-                other.warmest = None
+                other.warmest = other.stuck = None
+                self._settled = False
 
     # -- what became of it -------------------------------------------------------------------------------------------------
 
@@ -432,6 +449,9 @@ class Router:
         claim, prefill = ticket.prefill_claim, ticket.prefill
         if claim is None or prefill is None or not claim.release(now_s):
             return
+        self._settled = False
+        if ticket.decode is not None:
+            self._learn_decode(ticket, ticket.decode)
         health.succeeded(prefill.prefill)
         predicted = max(0, ticket.job.tokens - claim.tokens)
         total = tokens if tokens is not None else ticket.job.tokens
@@ -446,6 +466,7 @@ class Router:
         claim, prefill = ticket.prefill_claim, ticket.prefill
         if claim is None or prefill is None or not claim.release(now_s):
             return
+        self._settled = False
         if blame:
             health.failed(prefill.prefill, self.settings, now_s)
             self.index.correct(prefill.address, ticket.job.chain, 0)
@@ -455,6 +476,7 @@ class Router:
     def prefill_again(self, ticket: Ticket, now_s: float, exclude: Collection[str]) -> Endpoint:
         """Another prefill worker for the same decode worker, at once. Raises NoEndpointError."""
         self.scales.forget()
+        self._settled = False
         ticket.hits = None
         decode = ticket.decode
         assert decode is not None
@@ -483,6 +505,7 @@ class Router:
     def decode_again(self, ticket: Ticket, now_s: float) -> Endpoint:
         """Another decode worker: the one that was chosen is gone, and its count with it. Raises NoEndpointError."""
         self.scales.forget()
+        self._settled = False
         gone = ticket.decode
         _give_back(ticket.decode_claim, now_s)
         exclude = () if gone is None else (gone.address,)
@@ -503,7 +526,9 @@ class Router:
         if decode is None:
             return
         handed_over = prefill is not None and ticket.decision is not None and ticket.decision.prefill is not None
+        self._settled = False
         if ok:
+            self._learn_decode(ticket, decode)
             health.succeeded(decode.decode)
             if handed_over and prefill is not None:
                 self.costs.handed_over(prefill.address, decode.address)
@@ -522,6 +547,7 @@ class Router:
             self._left(waiting)
         _give_back(ticket.prefill_claim, now_s)
         _give_back(ticket.decode_claim, now_s)
+        self._settled = False
         ticket.state = State.FINISHED
         policy = ticket.job.aims.policy
         left = self._in_flight.get(policy, 0) - 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from heapq import nsmallest
+from typing import Literal
 
 from extproc.routing import health
 from extproc.routing.cost import Costs
@@ -13,7 +14,7 @@ from extproc.routing.pool import Endpoint, Role
 from extproc.routing.prefix import PrefixIndex
 from extproc.routing.queue import Fit, PrefillQueue
 from extproc.routing.settings import Routing
-from extproc.routing.ticket import Ticket, Warmest
+from extproc.routing.ticket import Stuck, Ticket, Warmest
 
 HOLD = {Objective.BALANCED: 1.0, Objective.TTFT: 0.0, Objective.THROUGHPUT: 10.0}
 """How much of `hold` counts for a prompt that waits, by objective."""
@@ -26,6 +27,9 @@ _WARMEST = 4
 
 _HOLDERS = 64
 """Workers that are known to hold some of a prompt, those that hold most of it; a thousand may share the first few blocks."""
+
+_WEIGHED_AGAIN_S = 0.1
+"""A prompt that waits is weighed so often although nothing has happened to the workers it may go to."""
 
 _EXPECTED = 0.5
 """Prompts that must be expected to come while a late one is computed, for workers to be kept free of late ones."""
@@ -103,12 +107,41 @@ class Scales:
                 found = endpoint, work_s, finish_s + after_s, ready
         assert found is not None
         endpoint, work_s, finish_s, ready = found
-        ready = (
-            ready
-            and view.decode_has_room(job)
-            and not (late and work_s > SMALL_WORK_S and self._lane_closed(view, endpoint, work_s, now_s))
-        )
-        return Fit(endpoint, work_s, finish_s, soonest_s, ready)
+        blocked_by: Literal["prefill", "decode", "lane"] | None = None
+        if not ready:
+            blocked_by = "prefill"
+        elif not view.decode_has_room(job):
+            blocked_by = "decode"
+        elif late and work_s > SMALL_WORK_S and self._lane_closed(view, endpoint, work_s, now_s):
+            blocked_by = "lane"
+        fit = Fit(endpoint, work_s, finish_s, soonest_s, blocked_by is None)
+        if blocked_by is None:
+            ticket.stuck = None
+        else:
+            until_s = now_s + _WEIGHED_AGAIN_S
+            if not late and ticket.waiting is not None:
+                until_s = min(until_s, ticket.waiting.slo_s - soonest_s)
+            version = sum([each.prefill.version for each in ticket.warmest.endpoints])
+            ticket.stuck = Stuck(until_s, version, now_s + view.idlest_backlog_s, fit, blocked_by)
+        return fit
+
+    def still_stuck(self, ticket: Ticket, now_s: float) -> bool:
+        """Whether weighing the prompt again could only say again that it cannot go. Raises NoEndpointError."""
+        stuck, warmest = ticket.stuck, ticket.warmest
+        if stuck is None or warmest is None or now_s >= stuck.until_s:
+            return False
+        if sum([each.prefill.version for each in warmest.endpoints]) != stuck.version:
+            return False
+        view = self.view(ticket.job, now_s)
+        if view.idlest_backlog_s > 0.0 and now_s + view.idlest_backlog_s < stuck.idlest_free_s:
+            return False
+        if view.idlest_backlog_s <= 0.0 and stuck.idlest_free_s > now_s:
+            return False
+        if stuck.blocked_by == "prefill":
+            return True
+        if stuck.blocked_by == "decode":
+            return not view.decode_has_room(ticket.job)
+        return self._lane_closed(view, stuck.fit.endpoint, stuck.fit.work_s, now_s)
 
     def _lane_closed(self, view: View, endpoint: Endpoint, work_s: float, now_s: float) -> bool:
         """Late prompts may not have all prefill workers: those that can still meet their deadline would wait behind them.
@@ -145,7 +178,7 @@ class Scales:
             # The last token is always computed: its logits are wanted. A thousand workers may hold the same few lengths.
             held = {blocks: min(int(blocks * chain.block_tokens), tokens - 1) for blocks in set(found.values())}
             ticket.hits = Hits({address: held[blocks] for address, blocks in found.items()})
-            ticket.warmest = None
+            ticket.warmest = ticket.stuck = None
         return ticket.hits
 
 
@@ -160,8 +193,8 @@ class View:
         "_now_s",
         "able",
         "idlest",
+        "idlest_backlog_s",
         "members",
-        "prefill_room_tokens",
         "transfer_s_per_byte",
     )
 
@@ -177,8 +210,8 @@ class View:
         """Prefill workers that did not just fail."""
         self.members = members
         """All prefill workers, by address."""
-        self.idlest, self.prefill_room_tokens = costs.idlest_prefill(able, now_s)
-        """No prefill worker can take more tokens than this now."""
+        self.idlest, self.idlest_backlog_s = costs.idlest_prefill(able, now_s)
+        """The prefill worker with the least to do, and until it is through with that."""
         self.transfer_s_per_byte = costs.transfer_rate(decodes[0]).seconds(1.0)
         self._late_at: set[str] | None = None
         self._no_room_for_tokens = math.inf

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from extproc.routing.decision import Candidate, Decision
 from extproc.routing.job import Job
 from extproc.routing.picker import Hits
 from extproc.routing.pool import Claim, Endpoint
-from extproc.routing.queue import Waiting
+from extproc.routing.queue import Fit, Waiting
 
 
 class RejectedError(Exception):
@@ -38,6 +38,7 @@ class Ticket:
         "decision",
         "decode",
         "decode_claim",
+        "decode_holds",
         "decodes_weighed",
         "error",
         "hits",
@@ -46,6 +47,7 @@ class Ticket:
         "prefill_claim",
         "sent_s",
         "state",
+        "stuck",
         "undecided",
         "waiting",
         "warmest",
@@ -63,6 +65,8 @@ class Ticket:
         self.decode: Endpoint | None = None
         self.prefill_claim: Claim | None = None
         self.decode_claim: Claim | None = None
+        self.decode_holds = False
+        """Whether the index knows that its decode worker holds the prompt."""
         self.sent_s = 0.0
         self.waiting: Waiting | None = None
         self.whole_reason: str | None = None
@@ -72,8 +76,24 @@ class Ticket:
         self.candidates: list[Candidate] = []
         self.hits: Hits | None = None
         self.warmest: Warmest | None = None
+        self.stuck: Stuck | None = None
+        """Why it could not go when it was last weighed; None if it is to be weighed."""
         self.decodes_weighed: tuple[float, list[Endpoint]] | None = None
         """When it was decided whether to hand it over, and the decode workers that were weighed for that."""
+
+
+class Stuck(NamedTuple):
+    """A prompt was weighed, and could not go. While none of this changes it need not be weighed again."""
+
+    until_s: float
+    """From then on it is weighed again in any case: backlogs shrink with time, and it may be late."""
+    version: int
+    """Of the prefill workers that hold most of it, all together."""
+    idlest_free_s: float
+    """When the prefill worker with the least to do would have begun with it."""
+    fit: Fit
+    blocked_by: Literal["prefill", "decode", "lane"]
+    """No room on the prefill worker where it is best off, none on any decode worker, or too many late ones go already."""
 
 
 class Warmest(NamedTuple):

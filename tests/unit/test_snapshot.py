@@ -248,23 +248,24 @@ def test_whoever_gives_the_router_more_to_know_meets_this_test() -> None:
             "decision",
             "decode",
             "decode_claim",
+            "decode_holds",
             "error",
             "job",
             "prefill",
             "prefill_claim",
         ),
-        *("sent_s", "state", "undecided", "waiting", "whole_reason"),
+        *("sent_s", "state", "stuck", "undecided", "waiting", "whole_reason"),
     }
     assert set(Leg.__slots__) <= {
         *("_ended_s", "blocked_until_s", "busy_until_s", "claims", "external_requests", "external_s", "failures"),
-        *("tokens", "trial", "turn"),
+        *("tokens", "trial", "turn", "version"),
     }
     assert set(Claim.__slots__) <= {"late", "leg", "since_s", "tokens", "work_s"}
-    assert set(Waiting.__slots__) <= {"came_s", "job", "late", "limit_s", "line", "position", "slo_s", "weighed_s", "work_s"}
+    assert set(Waiting.__slots__) <= {"came_s", "job", "late", "limit_s", "line", "position", "slo_s", "work_s"}
     router = a_router()
     assert set(vars(router)) <= {
         *("pool", "settings", "index", "costs", "picker", "queue", "predicted_tokens", "reported_tokens", "_turn", "_tickets"),
-        *("_heads", "_in_flight", "_impatient", "_changed", "_last_poll_s", "scales"),
+        *("_heads", "_in_flight", "_impatient", "_changed", "_last_poll_s", "_settled", "scales"),
     }
     assert set(vars(router.picker)) <= {
         *("_pool", "_costs", "_settings", "_random", "_groups", "_version", "_sessions", "panics"),
