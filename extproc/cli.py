@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from extproc import __version__
+from extproc import __version__, cli_cache
 from extproc.config import Config, ConfigError, load
 
 app = typer.Typer(
@@ -292,6 +292,9 @@ def explain(
         typer.echo(command.as_json(report))
         return
     Console(width=max(Console().width, 160), highlight=False).print(command.as_table(report))
+
+
+cli_cache.register(app)
 
 
 def main() -> None:

@@ -44,10 +44,11 @@ nothing else. LMCache's default is 300 s, in which a request would hang. Not bel
 WORKER_ENV = {"LMCACHE_TRACK_USAGE": "false"}
 """For the server and for every worker with the connector: LMCache reports its use over the Internet otherwise."""
 
-_PASSWORD_ENV = "LMCACHE_RESP_PASSWORD"  # noqa: S105  (a name)
-_USERNAME_ENV = "LMCACHE_RESP_USERNAME"
+PASSWORD_ENV = "LMCACHE_RESP_PASSWORD"  # noqa: S105  (a name)
+"""Where LMCache looks for the password of a Redis; what is set for the server counts where the URL has none."""
+USERNAME_ENV = "LMCACHE_RESP_USERNAME"
 
-SECRETS = frozenset((_PASSWORD_ENV, _USERNAME_ENV))
+SECRETS = frozenset((PASSWORD_ENV, USERNAME_ENV))
 """Names in ``Command.env`` whose values must not be shown."""
 
 _MODES = {"cpu": "auto", "gpu": "lmcache_driven"}
@@ -84,8 +85,8 @@ class CacheSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     remote: str | None = None
     """`redis://[user[:password]@]host[:port]` (or `valkey://`), or `s3://bucket.s3.region.amazonaws.com?region=region`, shared
     by all servers that name it. What it may hold is its own setting. None: no remote tier."""
-    device: Literal["cpu", "gpu"] = "cpu"
-    """Of the workers."""
+    device: Literal["cpu", "gpu"] | None = None
+    """Of the workers. None: not known, which both can work with; `baton cache-server` looks at the machine."""
     chunk_tokens: int = CHUNK_TOKENS
     """Least run of tokens that is kept and found again. A multiple of the workers' block size."""
 
@@ -153,7 +154,7 @@ def server_command(spec: CacheSpec, *, host: str, port: int, http_port: int, htt
     argv = [sys.executable, "-m", "lmcache.cli.main", "server"]
     argv += ["--host", host, "--port", str(port), "--http-host", http_host, "--http-port", str(http_port)]
     argv += ["--chunk-size", str(spec.chunk_tokens), "--hash-algorithm", _HASH]
-    argv += ["--supported-transfer-mode", _MODES[spec.device]]
+    argv += ["--supported-transfer-mode", _MODES[spec.device or "cpu"]]
     argv += ["--l1-size-gb", f"{spec.dram_gb:g}", "--l1-init-size-gb", str(max(1, math.floor(spec.dram_gb / 4)))]
     argv += ["--eviction-policy", "LRU", "--eviction-trigger-watermark", f"{_WATERMARK:g}"]
     argv += ["--eviction-ratio", f"{_EVICTED_SHARE:g}"]
@@ -231,9 +232,9 @@ def _remote(url: str) -> tuple[dict[str, object], dict[str, str]]:
                 raise ValueError(f"remote: {shown}: LMCache uses database 0 and takes nothing after the port")
             secrets = {}
             if parts.username:
-                secrets[_USERNAME_ENV] = unquote(parts.username)
+                secrets[USERNAME_ENV] = unquote(parts.username)
             if parts.password:
-                secrets[_PASSWORD_ENV] = unquote(parts.password)
+                secrets[PASSWORD_ENV] = unquote(parts.password)
             return {"type": "resp", "host": parts.hostname, "port": port or 6379, "shared": True}, secrets
         case "rediss" | "valkeys":
             raise ValueError(f"remote: {shown}: LMCache's adapter has no TLS; put a local TLS proxy in front, or use s3://")

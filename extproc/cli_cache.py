@@ -1,0 +1,229 @@
+"""``baton cache-server``: an LMCache server in the foreground, from a typed block and options."""
+
+from __future__ import annotations
+
+import importlib.util
+import ipaddress
+import math
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn
+
+import msgspec
+import typer
+
+from extproc import yaml_lines
+from workers import cache_disk, lmcache
+from workers.ready import port_fault
+from workers.spec import Command
+
+_GIB = 1 << 30
+
+
+class CacheFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a file of ``--config`` holds."""
+
+    cache: lmcache.CacheSpec
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to ``baton``."""
+    app.command(
+        "cache-server",
+        epilog="Examples:  baton cache-server --dram-gb 64 --disk /mnt/nvme/kv --disk-gb 500  ·  "
+        "baton cache-server --config cache.yaml --host 10.0.0.5  ·  "
+        "baton cache-server --remote redis://kv.internal --remote-password-file /run/secrets/redis --dry-run",
+    )(cache_server)
+
+
+def cache_server(
+    dram_gb: Annotated[
+        float | None, typer.Option(help="GiB of memory. Without it: half of what is free, of the container if it has less.")
+    ] = None,
+    disk: Annotated[Path | None, typer.Option(help="Folder of the disk tier, for nothing else.")] = None,
+    disk_gb: Annotated[float | None, typer.Option(help="GiB that the disk tier may hold.")] = None,
+    remote: Annotated[
+        str | None,
+        typer.Option(
+            help="redis://[user[:password]@]host[:port], or s3://bucket.s3.region.amazonaws.com?region=region. "
+            "A password is better off in --remote-password-file or the variable: options can be seen by every user.",
+            envvar="BATON_CACHE_REMOTE",
+        ),
+    ] = None,
+    remote_password_file: Annotated[
+        Path | None, typer.Option(help="File with the password of the Redis of --remote.", envvar="BATON_CACHE_PASSWORD_FILE")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", "-c", help="YAML file with a block `cache`; options count more than it.")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Of the workers: cpu or gpu. Without it: gpu if this machine has an NVIDIA driver.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address for workers.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port for workers.", min=1, max=65535)] = 5555,
+    http_host: Annotated[
+        str, typer.Option(help="Address for health, metrics and administration, which ask nobody who they are.")
+    ] = "127.0.0.1",
+    http_port: Annotated[int, typer.Option(help="Port of these.", min=1, max=65535)] = 8080,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command, without secrets, and leave.")] = False,
+) -> None:
+    """Run an LMCache server until SIGTERM: KV cache of prefill workers in memory, on disk and on a remote store."""
+    if disk is None and disk_gb is not None:
+        _fail("--disk-gb: the tier needs a folder, --disk")
+    if disk is not None and disk_gb is None:
+        _fail("--disk: the tier needs a size, --disk-gb")
+    try:
+        spec = _spec(config, dram_gb=dram_gb, disk=disk, disk_gb=disk_gb, remote=remote, device=device)
+        spec = _fitted(spec, dry_run=dry_run)
+        shown_spec = spec
+        if spec.disk is not None and not dry_run:
+            spec = _prepare_disk(spec, spec.disk)
+        command = lmcache.server_command(spec, host=host, port=port, http_host=http_host, http_port=http_port)
+        if remote_password_file is not None:
+            command.env[lmcache.PASSWORD_ENV] = remote_password_file.read_text(encoding="utf-8").strip("\r\n")
+    except (ValueError, OSError) as error:
+        _fail(str(error))
+    _warn(spec, host, http_host)
+    if dry_run:
+        typer.echo(shown(command))
+        return
+    _check(spec, host, port, http_host, http_port)
+    for line in _tiers(shown_spec):
+        _say(line)
+    _say(f"workers connect to {host}:{port}; health and metrics on http://{http_host}:{http_port}/healthcheck and /metrics")
+    sys.stdout.flush()
+    # In place of this process: signals reach the server itself, and its exit status is this command's.
+    os.execve(command.argv[0], list(command.argv), {**os.environ, **command.env})  # noqa: S606
+
+
+def shown(command: Command) -> str:
+    """The command as a line for a shell; a secret is left to a variable of the shell that has its name."""
+    setting = [
+        f'{name}="${name}"' if name in lmcache.SECRETS else f"{name}={shlex.quote(value)}"
+        for name, value in command.env.items()
+    ]
+    return " ".join(["env", *setting, shlex.join(command.argv)])
+
+
+def _spec(
+    config: Path | None,
+    *,
+    dram_gb: float | None,
+    disk: Path | None,
+    disk_gb: float | None,
+    remote: str | None,
+    device: str | None,
+) -> lmcache.CacheSpec:
+    """The block of the file, if there is one, with what the options say. Raises ValueError or OSError."""
+    spec = lmcache.CacheSpec()
+    if config is not None:
+        text = config.read_text(encoding="utf-8")
+        spec = yaml_lines.decode(text, CacheFile, source=str(config)).cache
+    changes: dict[str, Any] = {}
+    if dram_gb is not None:
+        changes["dram_gb"] = dram_gb
+    if disk is not None:
+        changes["disk"] = lmcache.Disk(path=str(disk.absolute()), gb=disk_gb or 0.0)
+    if remote is not None:
+        changes["remote"] = remote
+    if device is not None:
+        if device not in ("cpu", "gpu"):
+            raise ValueError(f"--device: {device!r} is not cpu or gpu")
+        changes["device"] = device
+    elif spec.device is None:
+        changes["device"] = _device_here()
+    return msgspec.structs.replace(spec, **changes)
+
+
+def _device_here() -> Literal["cpu", "gpu"]:
+    return "gpu" if Path("/dev/nvidiactl").exists() else "cpu"
+
+
+def _fitted(spec: lmcache.CacheSpec, *, dry_run: bool) -> lmcache.CacheSpec:
+    """``spec`` with all sizes known. Raises ValueError for what does not fit, OSError for what cannot be read.
+
+    A dry run may be for another machine: what does not fit here is only said.
+    """
+    try:
+        disk_bytes = None if spec.disk is None else cache_disk.room_bytes(Path(spec.disk.path))
+        return lmcache.fit(spec, memory_bytes=_memory_bytes(), disk_bytes=disk_bytes)
+    except (ValueError, OSError) as error:
+        if not dry_run or spec.dram_gb is None:
+            raise
+        _say(f"warning: on this machine: {error}")
+        return spec
+
+
+def _memory_bytes() -> int:
+    group = Path("/sys/fs/cgroup")
+    limit, used = group / "memory.max", group / "memory.current"  # of a container; the machine's root group has neither
+    meminfo = Path("/proc/meminfo").read_text(encoding="ascii")
+    if limit.is_file() and used.is_file():
+        return lmcache.available_bytes(meminfo, limit.read_text(encoding="ascii"), used.read_text(encoding="ascii"))
+    return lmcache.available_bytes(meminfo)
+
+
+def _prepare_disk(spec: lmcache.CacheSpec, disk: lmcache.Disk) -> lmcache.CacheSpec:
+    """Make the folder, make room in it, and give LMCache what is left of the tier. Raises OSError."""
+    folder = Path(disk.path)
+    folder.mkdir(parents=True, exist_ok=True)
+    left = cache_disk.trim(folder, math.floor(disk.gb * _GIB))
+    if left.kept_bytes or left.removed_bytes:
+        kept_gb, removed_gb = left.kept_bytes / _GIB, left.removed_bytes / _GIB
+        _say(f"disk tier: {kept_gb:.2f} GiB of an earlier run are kept, {removed_gb:.2f} GiB removed")
+    gb = round(disk.gb - left.kept_bytes / _GIB, 3)
+    return msgspec.structs.replace(spec, disk=lmcache.Disk(path=disk.path, gb=gb))
+
+
+def _warn(spec: lmcache.CacheSpec, host: str, http_host: str) -> None:
+    if not _is_loopback(http_host):
+        _say(
+            f"warning: --http-host {http_host}: whoever reaches this port can empty and reconfigure the cache; nobody is asked "
+            "who they are"
+        )
+    if not _is_loopback(host):
+        why = "and can run code here (a CPU worker's data is unpickled)" if spec.device != "gpu" else "of every user"
+        _say(f"warning: --host {host}: whoever reaches this port can read and write cached KV {why}: workers' network only")
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def _check(spec: lmcache.CacheSpec, host: str, port: int, http_host: str, http_port: int) -> None:
+    """Leave with a sentence where the server would fail with a traceback, or only much later."""
+    needed = {"lmcache": "lmcache==0.5.6"}
+    if spec.remote is not None and spec.remote.startswith("s3:"):
+        needed |= {"awscrt": "awscrt", "boto3": "boto3"}
+    for module, package in needed.items():
+        if importlib.util.find_spec(module) is None:
+            _fail(f"{package.partition('=')[0]} is not installed: pip install --no-deps {package}")
+    for option, address, number in (("port", host, port), ("http-port", http_host, http_port)):
+        fault = port_fault(address, number)
+        if fault is not None:
+            _fail(f"--{option} {number}: {address} cannot be listened on: {fault}")
+
+
+def _tiers(spec: lmcache.CacheSpec) -> list[str]:
+    tiers = [f"memory: {spec.dram_gb:g} GiB"]
+    if spec.disk is not None:
+        tiers.append(f"disk: {spec.disk.gb:g} GiB in {spec.disk.path}")
+    if spec.remote is not None:
+        tiers.append(f"remote: {lmcache.without_secrets(spec.remote)}")
+    return tiers
+
+
+def _say(line: str) -> None:
+    typer.echo(f"baton: {line}", err=True)
+
+
+def _fail(message: str) -> NoReturn:
+    _say(message)
+    raise typer.Exit(1)
