@@ -75,14 +75,19 @@ class Dispatcher:
             ticket = self.router.submit(job, self._clock())
         except (RejectedError, NoEndpointError) as error:
             self._count_rejected(error)
+            self._look_again()
             raise self.as_api_error(error) from None
         if ticket.state is State.WAITING:
             self._waiting[ticket] = asyncio.get_running_loop().create_future()
+        self._look_again()
+        return ticket
+
+    def _look_again(self) -> None:
+        """A prompt came: it may have let others go first, and if it waits, its limits are to be watched."""
         if self.router.unsettled:
             self.stir()
-        elif self._timer is None and self._waiting:
+        elif self._waiting:
             self._set_alarm()
-        return ticket
 
     def settled(self, ticket: Ticket) -> asyncio.Future[None] | None:
         """Done when the ticket is no longer waiting; None if it is not."""

@@ -27,11 +27,17 @@ class Pairs:
     def __init__(self, handshake_s: float) -> None:
         self._handshake_s = handshake_s
         self._pairs: OrderedDict[tuple[str, str], _Pair] = OrderedDict()
+        self.changes = 0
+        """Grows whenever two have met, or count as not having met any more."""
 
     def handshake_s(self, prefill: str, decode: str) -> float:
         """What the first transfer of a pair costs beside its bytes; 0 once they have met."""
+        return 0.0 if self.met(prefill, decode) else self._handshake_s
+
+    def met(self, prefill: str, decode: str) -> bool:
+        """Whether a handoff between them was read, and none has failed since."""
         pair = self._pairs.get((prefill, decode))
-        return 0.0 if pair is not None and pair.met else self._handshake_s
+        return pair is not None and pair.met
 
     def penalty_s(self, prefill: str, decode: str, now_s: float) -> float:
         """What a pair that failed a while ago is charged: as long as it is not tried again, less every second."""
@@ -41,12 +47,14 @@ class Pairs:
     def succeeded(self, prefill: str, decode: str) -> None:
         """A handoff between them was read."""
         pair = self._touch(prefill, decode)
+        self.changes += not pair.met
         pair.met, pair.failures, pair.until_s = True, 0, 0.0
 
     def failed(self, prefill: str, decode: str, now_s: float) -> None:
         """The decode worker could not use the handoff. Perhaps one of them is a new engine: they have to meet anew."""
         pair = self._touch(prefill, decode)
         pair.failures += 1
+        self.changes += pair.met
         pair.met = False
         pair.until_s = now_s + min(_PENALTY_S * 2 ** (pair.failures - 1), _PENALTY_MAX_S)
 
@@ -66,6 +74,14 @@ class Pairs:
         """The engine at ``address`` is a new one."""
         for key in [key for key in self._pairs if address in key]:
             del self._pairs[key]
+        self.changes += 1
+
+    def part(self, address: str) -> None:
+        """Perhaps the engine at ``address`` is a new one. What is known of the network to it stays."""
+        for key, pair in self._pairs.items():
+            if address in key:
+                pair.met = False
+        self.changes += 1
 
     def _touch(self, prefill: str, decode: str) -> _Pair:
         key = (prefill, decode)

@@ -8,7 +8,6 @@ have waited longest. See docs/routing.md for what this is worth.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
 from typing import NamedTuple

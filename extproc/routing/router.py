@@ -260,6 +260,8 @@ class Router:
 
     def next_wake_s(self) -> float | None:
         """When to poll again if nothing happens before."""
+        if self._changed:
+            return self._last_poll_s  # a submit placed others as well, and they are not told yet
         due_s = self.queue.next_due_s()
         return None if due_s is None else min(due_s, self._last_poll_s + _TICK_S)
 
@@ -370,7 +372,11 @@ class Router:
         self._settle(ticket, best, ticket.candidates, "cost" if ticket.job.aims.mode is Mode.AUTO else "policy", now_s)
 
     def _place_best(self, ticket: Ticket, now_s: float) -> None:
-        found = self.picker.apart(ticket.job, self.scales.hits(ticket), now_s, admit=False)
+        # What was weighed to decide whether to hand it over need not be weighed again.
+        weighed_s, _ = ticket.decodes_weighed or (-math.inf, [])
+        found = ticket.candidates if weighed_s == now_s else []
+        if not found:
+            found = self.picker.apart(ticket.job, self.scales.hits(ticket), now_s, admit=False)
         self._settle(ticket, found[0], found, "cost" if ticket.job.aims.mode is Mode.AUTO else "policy", now_s)
 
     def _place_whole(self, ticket: Ticket, reason: str, now_s: float, *, admit: bool) -> None:
