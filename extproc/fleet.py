@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from extproc import xds
 from extproc.config import Config
 from extproc.discovery.choose import sources
@@ -23,6 +25,7 @@ from extproc.observe.metrics import Metrics
 from extproc.observe.probe import Prober
 from extproc.routing.endpoint_spec import EndpointSet
 from extproc.routing.pool import Endpoint, Pool, Role
+from extproc.warm_up import WarmUp
 from extproc.xds_server import EndpointServer
 
 _SWEEP_S = 0.5
@@ -38,6 +41,7 @@ class Fleet:
         config: Config,
         dispatcher: Dispatcher,
         *,
+        warm_up: WarmUp,
         metrics: Metrics,
         log: Logger,
         on_change: Callable[[], None],
@@ -49,6 +53,7 @@ class Fleet:
         self._config = config
         self._dispatcher = dispatcher
         self._router = dispatcher.router
+        self._warm_up = warm_up
         self._metrics = metrics
         self._log = log
         self._on_change = on_change
@@ -81,7 +86,7 @@ class Fleet:
     async def run(self) -> None:
         """Until cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            for part in (self._discovery, self._prober, self._scraper):
+            for part in (self._discovery, self._prober, self._scraper, self._warm_up):
                 tasks.create_task(part.run())
             tasks.create_task(self._sweep())
             tasks.create_task(self._follow_files())
@@ -93,8 +98,14 @@ class Fleet:
     def status(self) -> dict[str, Any]:
         """For people."""
         return {
-            "live": {role.value: [each.address for each in self.pool.live(role)] for role in Role},
+            "live": {
+                role.value: [
+                    each.address for each in self.pool.endpoints if each.live and not each.leaving and role in each.roles
+                ]
+                for role in Role
+            },
             "leaving": [each.address for each in self.pool.endpoints if each.leaving],
+            "warm_up": self._warm_up.status(),
             "discovery": self._discovery.status(),
             "envoy": self.endpoints.status(),
         }
@@ -106,13 +117,20 @@ class Fleet:
         self._router.sync()
         self._changed()
 
-    def _on_probe(self, _: Endpoint) -> None:
+    def _on_probe(self, endpoint: Endpoint) -> None:
+        if endpoint.live:
+            self._warm_up.came(endpoint.address)
+        else:
+            self._warm_up.sync()
         self._dispatcher.stir()
         self._on_change()
 
     def _on_scrape(self, address: str, scrape: Scrape, _at_s: float) -> None:
         self._metrics.scrapes.labels("ok").inc()
-        self._dispatcher.on_load(address, scrape.load(self._scrapes.get(address)))
+        load = scrape.load(self._scrapes.get(address))
+        if self._warm_up.took_transfer(address):
+            load = msgspec.structs.replace(load, transfer_s=None, transfer_bytes=None)
+        self._dispatcher.on_load(address, load)
         self._scrapes[address] = scrape
 
     async def _sweep(self) -> None:
@@ -127,6 +145,7 @@ class Fleet:
 
     def _changed(self) -> None:
         self._prober.sync()
+        self._warm_up.sync()
         self._expose()
         self._tell()
         self._dispatcher.stir()

@@ -31,6 +31,7 @@ from extproc.routing.job import Aims, Job
 from extproc.routing.pool import Endpoint, Pool
 from extproc.routing.prefix import Chain
 from extproc.routing.ticket import Ticket
+from extproc.warm_up import WarmUp
 
 T = TypeVar("T")
 
@@ -102,6 +103,7 @@ class Parts(msgspec.Struct, frozen=True):
     connector: Connector
     prefiller: Prefiller
     releaser: Releaser
+    warm_up: WarmUp
     metrics: Metrics
     log: Logger
     clock: Callable[[], float] = time.monotonic
@@ -165,6 +167,14 @@ class Journey:
         Raises ApiError, OverError.
         """
         dispatcher = self.parts.dispatcher
+        warm = self.parts.warm_up.admit(job)
+        if warm is not None:
+            try:
+                if await self.over_within(warm):
+                    raise OverError(await self.receive(Phase.QUEUE))
+                warm.result()
+            finally:
+                warm.cancel()
         ticket = self.ticket = dispatcher.submit(job)
         self.held.callback(dispatcher.finish, ticket)
         settled = dispatcher.settled(ticket)

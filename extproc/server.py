@@ -31,6 +31,8 @@ from extproc.release import Releaser
 from extproc.routing.endpoint_spec import EndpointSet
 from extproc.routing.pool import Pool
 from extproc.routing.router import Router
+from extproc.warm_call import Meeting
+from extproc.warm_up import WarmUp
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -83,15 +85,19 @@ class Server:
             log=self._log,
             longest_request_s=_LONGEST_REQUEST_S,
         )
+        releaser = Releaser(config.handoff, live_decode_worker(router), self._metrics, self._log)
+        meeting = Meeting(config, connector, releaser, pulse)
+        warm_up = self._warm_up = WarmUp(
+            config, dispatcher, meeting, metrics=self._metrics, log=self._log, on_change=self._on_endpoint_change
+        )
         try:
             fleet = self._fleet = Fleet(
-                config, dispatcher, metrics=self._metrics, log=self._log, on_change=self._on_endpoint_change
+                config, dispatcher, warm_up=warm_up, metrics=self._metrics, log=self._log, on_change=self._on_endpoint_change
             )
         except SourceError as error:
             raise OSError(str(error)) from error
         self._expose_routing(router)
-        releaser = Releaser(config.handoff, live_decode_worker(router), self._metrics, self._log)
-        async with PrefillClient(config.prefill) as client, releaser:
+        async with PrefillClient(config.prefill) as client, releaser, meeting:
             prefiller = Prefiller(
                 client=client,
                 dispatcher=dispatcher,
@@ -111,6 +117,7 @@ class Server:
                     connector=connector,
                     prefiller=prefiller,
                     releaser=releaser,
+                    warm_up=warm_up,
                     metrics=self._metrics,
                     log=self._log,
                 )
@@ -188,7 +195,20 @@ class Server:
         metrics.reported_cached_tokens.set_function(lambda: router.reported_tokens)
 
     def _status(self) -> tuple[bool, dict[str, object]]:
-        return self._pool.ready() and not self._draining, {"draining": self._draining, **self._fleet.status()}
+        live, warm = self._pool.ready(), self._warm_up.ready()
+        return live and warm and not self._draining, {
+            "why": self._why_not(live=live, warm=warm),
+            "draining": self._draining,
+            **self._fleet.status(),
+        }
+
+    def _why_not(self, *, live: bool, warm: bool) -> str | None:
+        """Why nobody should send requests here now; None: they may."""
+        if self._draining:
+            return "draining"
+        if not live:
+            return "a role has no live worker"
+        return None if warm else self._warm_up.summary()
 
     def _on_endpoint_change(self) -> None:
         task = asyncio.create_task(self._publish_health())
@@ -196,7 +216,7 @@ class Server:
         task.add_done_callback(self._pending.discard)
 
     async def _publish_health(self) -> None:
-        ready, _ = self._status()
+        ready = self._pool.ready() and self._warm_up.ready() and not self._draining
         for services, serving in ((_ALIVE, True), (_ACCEPTING, not self._draining), (_READY, ready)):
             for service in services:
                 await self._health.set(service, _SERVING if serving else _NOT_SERVING)

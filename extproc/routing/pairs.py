@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 
 from extproc.routing.rates import TransferRate
 
@@ -27,6 +28,8 @@ class Pairs:
     def __init__(self, handshake_s: float) -> None:
         self._handshake_s = handshake_s
         self._pairs: OrderedDict[tuple[str, str], _Pair] = OrderedDict()
+        self.on_forget: Callable[[str], None] = lambda _address: None
+        """Told of an engine that is a new one, or gone."""
         self.changes = 0
         """Grows whenever two have met, or count as not having met any more."""
 
@@ -75,6 +78,7 @@ class Pairs:
         for key in [key for key in self._pairs if address in key]:
             del self._pairs[key]
         self.changes += 1
+        self.on_forget(address)
 
     def part(self, address: str) -> None:
         """Perhaps the engine at ``address`` is a new one. What is known of the network to it stays."""
