@@ -37,9 +37,10 @@ _HEARTBEAT_S = 2.0
 """How often a worker asks whether the server lives, and how long it waits for that: a server that has died delays what is
 being looked up by twice as much, then the worker computes on its own. LMCache's default, 10 s, is the whole of a TTFT."""
 
-_REQUEST_TIMEOUT_S = 30.0
-"""How long a worker waits for one reply: at its start, before it gives up, and for a server that answers heartbeats and
-nothing else. LMCache's default is 300 s, in which a request would hang. Not below what registering a KV cache takes."""
+_REQUEST_TIMEOUT_S = {"cpu": 5.0, "gpu": 30.0}
+"""How long a worker waits for one reply, by device; LMCache's default is 300 s. At its start it gives up after that, and on a
+GPU the server may need seconds to open the KV cache of every rank. Later the heartbeat ends what waits on a GPU; a CPU worker
+copies by itself and stands still for it, twice for each prompt that it stores when the server dies."""
 
 WORKER_ENV = {"LMCACHE_TRACK_USAGE": "false"}
 """For the server and for every worker with the connector: LMCache reports its use over the Internet otherwise."""
@@ -175,8 +176,10 @@ def server_command(spec: CacheSpec, *, host: str, port: int, http_port: int, htt
     return Command(tuple(argv), env)
 
 
-def connector(address: str) -> dict[str, object]:
+def connector(address: str, *, device: Literal["cpu", "gpu"] = "cpu") -> dict[str, object]:
     """The child of a worker's MultiConnector for the cache server at ``address`` (``host:port``, its port for workers).
+
+    ``device``: of the worker. Raises ValueError for an address that is none.
 
     The MultiConnector itself should say ``kv_load_failure_policy: recompute``, or a request fails with the cache server. The
     chunk size is not in here: the server tells it.
@@ -188,7 +191,7 @@ def connector(address: str) -> dict[str, object]:
         "kv_connector_extra_config": {
             "lmcache.mp.host": f"tcp://{host}",
             "lmcache.mp.port": port,
-            "lmcache.mp.mq_timeout": _REQUEST_TIMEOUT_S,
+            "lmcache.mp.mq_timeout": _REQUEST_TIMEOUT_S[device],
             "lmcache.mp.heartbeat_interval": _HEARTBEAT_S,
             "lmcache.mp.hash_algorithm": _HASH,
         },
