@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -39,8 +39,11 @@ class FaultError(ValueError):
     """The text cannot be used: ``file:line: field: why``."""
 
 
-def decode(text: str, schema: type[T], *, source: str) -> T:
-    """YAML text -> ``schema``. ``source`` names the text in errors. Raises FaultError, also for a key that stands twice."""
+def decode(text: str, schema: type[T], *, source: str, edit: Callable[[Any], object] | None = None) -> T:
+    """YAML text -> ``schema``. ``source`` names the text in errors. Raises FaultError, also for a key that stands twice.
+
+    ``edit`` makes another tree of what the text says, before it is looked at. It must leave everything in its place.
+    """
     try:
         tree = YAML(typ="safe").load(text)
     except YAMLError as error:
@@ -50,6 +53,8 @@ def decode(text: str, schema: type[T], *, source: str) -> T:
         raise FaultError(f"{source}: nested too deeply") from None
     except ValueError as error:  # a scalar that is not what it looks like, such as 2024-13-01
         raise FaultError(f"{source}: not YAML: {error}") from error
+    if edit is not None:
+        tree = edit(tree)
     try:
         return msgspec.convert(tree, schema)
     except msgspec.ValidationError as error:
