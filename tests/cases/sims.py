@@ -95,8 +95,9 @@ class SimStack(Stack):
         options: SimOptions,
         settings: Mapping[str, Mapping[str, Any]] | None = None,
         keep: bool = True,
+        started: bool = True,
     ) -> None:
-        super().__init__(prefill=prefill, decode=decode, settings=settings)
+        super().__init__(prefill=prefill, decode=decode, started=started, settings=settings)
         self.prefill: list[Any] = [RecordingSim(w.name, w.port, options, keep) for w in self.prefill]
         self.decode: list[Any] = [RecordingSim(w.name, w.port, options, keep) for w in self.decode]
 
