@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from extproc import __version__, cli_cache
+from extproc import __version__, cli_cache, cli_preflight, cli_worker
 from extproc.config import Config, ConfigError, load
 
 app = typer.Typer(
@@ -51,7 +51,10 @@ def _root(
     """Prefill/decode disaggregation for vLLM behind Envoy."""
 
 
-@app.command(epilog="Examples:  baton up  ·  baton up --prefill 2 --decode 2 --port 9000  ·  baton up --model /models/my-llama")
+@app.command(
+    epilog="Examples:  baton up  ·  baton up --prefill 2 --decode 2 --port 9000  ·  baton up --model /models/my-llama  ·  "
+    "baton up --topology compose.yaml --profile sim --scale decode-sim=2"
+)
 def up(
     prefill: Annotated[int, typer.Option(help="Prefill workers.")] = 1,
     decode: Annotated[int, typer.Option(help="Decode workers.")] = 1,
@@ -67,10 +70,37 @@ def up(
     block_size: Annotated[int, typer.Option(help="Tokens in a KV block.")] = 128,
     max_model_len: Annotated[int | None, typer.Option(help="Longest prompt and answer, in tokens.")] = None,
     start_timeout: Annotated[float, typer.Option(help="Seconds that the parts may take to get ready.")] = 600.0,
-    once: Annotated[bool, typer.Option("--once", help="Leave after the first answer.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Leave after the first answer, or when the topology is up.")] = False,
+    topology: Annotated[
+        Path | None, typer.Option(help="Run the services of this compose file as processes; the workers are what it says.")
+    ] = None,
+    profile: Annotated[list[str] | None, typer.Option(help="With --topology: a profile of it. May come several times.")] = None,
+    scale: Annotated[list[str] | None, typer.Option(help="With --topology: service=number. May come several times.")] = None,
 ) -> None:
     """Run Envoy, the filter and vLLM workers on this machine, without GPU or Docker, and ask a first question."""
     from extproc.up import UpOptions, run_up
+
+    if topology is None and (profile or scale):
+        raise _fail("--profile and --scale go with --topology")
+    if topology is not None:
+        from extproc.topology_run import TopologyOptions, run_topology
+
+        try:
+            counts = {name: int(count) for name, _, count in (text.partition("=") for text in scale or ())}
+        except ValueError:
+            raise _fail(f"--scale {' '.join(scale or ())}: service=number is needed") from None
+        raise typer.Exit(
+            run_topology(
+                TopologyOptions(
+                    file=topology,
+                    profiles=profile or (),
+                    scale=counts,
+                    run_dir=run_dir,
+                    once=once,
+                    start_timeout_s=start_timeout,
+                )
+            )
+        )
 
     raise typer.Exit(
         run_up(
@@ -295,6 +325,8 @@ def explain(
 
 
 cli_cache.register(app)
+cli_preflight.register(app)
+cli_worker.register(app)
 
 
 def main() -> None:
