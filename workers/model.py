@@ -56,9 +56,19 @@ def resolve(name: str, cache_dir: Path | None = None) -> Path | str:
     return name
 
 
+def smollm2_folder(cache_dir: Path | None = None) -> Path:
+    """Where :func:`smollm2` puts the model, or has put it."""
+    return (cache_dir or default_cache_dir()) / _SMOLLM2_FOLDER
+
+
+def served_name(name: str) -> str:
+    """A model's name in requests: its own, or the last part of its path if it is a folder."""
+    return Path(name).name if name.startswith(("/", ".", "~")) else name
+
+
 def smollm2(cache_dir: Path) -> Path:
     """SmolLM2-135M-Instruct as a Hugging Face folder (270 MB), converted on first use. Raises ModelError."""
-    target = cache_dir / _SMOLLM2_FOLDER
+    target = smollm2_folder(cache_dir)
     if target.is_dir():
         return target
     gguf = smollm2_gguf()
