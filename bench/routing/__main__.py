@@ -28,10 +28,9 @@ from bench.routing.priority import Priority, take
 from bench.routing.prompts import http_request
 from bench.routing.routers import MissingPeerError
 from bench.routing.run import RunResult, plan, run
-from bench.routing.twin import twin_setup, twin_summary
+from bench.routing.twin import Twin, twin, twin_setup
 from extproc.config import ConfigError
 from extproc.replay import capacity
-from workers.goodput import Summary
 from workers.ready import PartError
 from workers.sim.timing import Profile
 from workers.traces import Request, at_rate, load
@@ -54,7 +53,7 @@ class Bench:
         self.options = options
         self.console = console
         self.results: list[RunResult] = []
-        self.twins: list[tuple[RunResult, Summary]] = []
+        self.twins: list[tuple[RunResult, Twin]] = []
         self.failures: list[str] = []
         self._told_s = 0.0
 
@@ -108,8 +107,8 @@ class Bench:
             chosen = at_rate(requests[:count], share * limit_per_s)
             for name in options.policies_at(share):
                 result = await self._one(plan(chosen), name, engines, trace, share, directory)
-                if result is not None and options.twin and (twin := await asyncio.to_thread(twin_summary, name, chosen, setup)):
-                    self.twins.append((result, twin))
+                if result is not None and options.twin and (found := await asyncio.to_thread(twin, name, chosen, setup)):
+                    self.twins.append((result, found))
         if options.tenants:
             share = _FLOOD_LOAD + _MODEST_LOAD
             for name in options.policies_at(share):

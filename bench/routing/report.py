@@ -11,7 +11,7 @@ from rich.table import Table
 
 from bench.routing.policies import BATON, PEERS, ROUND_ROBIN
 from bench.routing.run import RunResult
-from workers.goodput import Summary
+from bench.routing.twin import Twin
 
 WAIT_LIMIT_S = 60.0
 """Baton's default limit of the wait in its queue."""
@@ -158,18 +158,23 @@ def tenant_verdicts(results: Sequence[RunResult], modest: str, share: float) -> 
     ]
 
 
-def twin_verdicts(pairs: Iterable[tuple[RunResult, Summary]]) -> list[Verdict]:
-    """The replay without processes agrees with the run."""
+def twin_verdicts(pairs: Iterable[tuple[RunResult, Twin]]) -> list[Verdict]:
+    """The replay without processes agrees with the run: its mean is at most so many points off."""
     found = []
     for result, twin in pairs:
         goodput, hit = result.summary.goodput, result.hit_ratio
-        apart = max(abs(twin.goodput - goodput), abs(twin.hit_ratio - hit))
+        apart = max(abs(twin.goodput[1] - goodput), abs(twin.hit_ratio[1] - hit))
         text = (
             f"{result.trace}, load {result.load:g}, {result.contestant}: `baton replay` within {TWIN_TOLERANCE:.0%}: "
-            f"goodput {twin.goodput:.1%} against {goodput:.1%}, hit ratio {twin.hit_ratio:.1%} against {hit:.1%}"
+            f"goodput {_shown(twin.goodput)} against {goodput:.1%}, hit ratio {_shown(twin.hit_ratio)} against {hit:.1%}"
         )
         found.append(Verdict(text, apart <= TWIN_TOLERANCE))
     return found
+
+
+def _shown(spread: tuple[float, float, float]) -> str:
+    least, mean, most = spread
+    return f"{mean:.1%} ({least:.1%} to {most:.1%})"
 
 
 def as_json(results: Iterable[RunResult]) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from bench.routing.policies import Contestant
 from bench.routing.prompts import http_request
 from bench.routing.routers import Router
 from bench.routing.usage import Lateness, cpu_s
-from workers.goodput import ITL_SLO_S, TTFT_SLO_S, Outcome, Summary, percentile, summary
+from workers.goodput import ITL_SLO_S, TTFT_SLO_S, Outcome, Status, Summary, percentile, summary
 from workers.traces import Request
 
 _TIMEOUT_S = 1200.0
@@ -41,7 +41,7 @@ class RunResult:
     steady: float
     """Share of all requests with the gaps between tokens within the limit, whenever they began."""
     hit_ratio: float
-    """Prompt tokens that the prefill workers had in their caches, of all that they were given."""
+    """Share of the prompt tokens that no worker computed: whoever was to prefill them had them in its cache."""
     spread: float
     """Prompt tokens computed by the busiest prefill worker over the mean."""
     pulled_tokens: int
@@ -142,8 +142,8 @@ def _result(
 ) -> RunResult:
     outcomes = report.outcomes
     prompts = counters[:prefill]
-    computed = sum(each.computed_tokens for each in prompts)
-    cached = sum(each.cached_tokens for each in prompts)
+    computed = sum(each.computed_tokens for each in counters)
+    served = sum(outcome.input_tokens for outcome in outcomes if outcome.status is Status.SERVED)
     arrivals_s = [outcome.arrived_s for outcome in outcomes]
     span_s = max(arrivals_s, default=0.0) - min(arrivals_s, default=0.0)
     tenants = sorted({outcome.tenant for outcome in outcomes if outcome.tenant})
@@ -156,7 +156,7 @@ def _result(
         by_tenant={tenant: summary(_of(outcomes, tenant)) for tenant in tenants},
         in_time=_share(outcomes, lambda o: o.ttft_s is not None and o.ttft_s <= TTFT_SLO_S),
         steady=_share(outcomes, lambda o: o.ttft_s is not None and (o.itl_p99_s or 0.0) <= ITL_SLO_S),
-        hit_ratio=cached / (cached + computed) if cached + computed else float("nan"),
+        hit_ratio=1 - computed / served if served else float("nan"),
         spread=prefill_spread([each.computed_tokens for each in prompts]),
         pulled_tokens=sum(each.pulled_tokens for each in counters[prefill:]),
         decode_computed_tokens=sum(each.computed_tokens for each in counters[prefill:]),

@@ -13,6 +13,7 @@ import pytest
 
 from bench.routing import client, engines, options, policies, prompts, report
 from bench.routing.run import RunResult
+from bench.routing.twin import Twin
 from extproc.config import Config
 from workers.goodput import Outcome, Status, Summary, summary
 from workers.sim import tokens
@@ -243,7 +244,7 @@ def test_the_modest_tenant_counts_not_the_flood() -> None:
 def test_the_twin_may_be_ten_percent_off() -> None:
     run = _result("baton", 0.9, 0.8)
     for goodput, met in ((0.72, True), (0.65, False)):
-        twin = replace(_summary(goodput), hit_ratio=0.2)
+        twin = Twin((goodput - 0.01, goodput, goodput + 0.01), (0.19, 0.2, 0.21))
         assert [verdict.met for verdict in report.twin_verdicts([(run, twin)])] == [met]
 
 
