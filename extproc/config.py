@@ -286,6 +286,9 @@ class Envoy(_Section, frozen=True, kw_only=True):
     """Add `x-kv-transfer` and `x-decode-endpoint` to responses. They name worker addresses: not for the internet."""
 
 
+_MAX_CACHE_SERVERS = 256
+"""Each is a label of its own in the metrics."""
+
 _MAY_BE_ZERO = (
     ("drain", "delay_s"),
     ("prefill", "retries"),
@@ -306,6 +309,9 @@ class Config(_Section, frozen=True, kw_only=True):
     health: Health = Health()
     warm_up: WarmUp = WarmUp()
     scrape: Scraping = Scraping()
+    cache_servers: list[str] = []
+    """`host:port` of the HTTP ports of the prefill workers' LMCache servers, to be watched: metrics and `/healthz` show them.
+    No decision depends on it."""
     limits: Limits = Limits()
     drain: Drain = Drain()
     envoy: Envoy = Envoy()
@@ -326,6 +332,11 @@ class Config(_Section, frozen=True, kw_only=True):
         ):
             _address(field, text)
         _check_workers(self.workers)
+        if len(self.cache_servers) > _MAX_CACHE_SERVERS:
+            raise ConfigError(f"cache_servers: {len(self.cache_servers)} are more than {_MAX_CACHE_SERVERS}")
+        for index, text in enumerate(self.cache_servers):
+            if _address(f"cache_servers[{index}]", text).path:
+                raise ConfigError(f"cache_servers[{index}]: {text!r} is not host:port")
         for section in ("prefill", "handoff", "health", "warm_up", "scrape", "limits", "drain", "envoy"):
             values: dict[str, Any] = msgspec.structs.asdict(getattr(self, section))
             for name, value in values.items():

@@ -22,6 +22,7 @@ from extproc.handoff.choose import connector as choose_connector
 from extproc.intake import Intake
 from extproc.journey import Parts
 from extproc.kv import routing_of
+from extproc.observe.cache_servers import CacheServers
 from extproc.observe.logs import Logger
 from extproc.observe.metrics import Metrics
 from extproc.observe.pulse import Pulse
@@ -61,6 +62,7 @@ class Server:
         self._log = log
         self._metrics = Metrics()
         self._pool = Pool(EndpointSet())
+        self._cache_servers = CacheServers(config.cache_servers, self._metrics, log)
         self._health = health.aio.HealthServicer()
         self._draining = False
         self._stop = asyncio.Event()
@@ -123,7 +125,7 @@ class Server:
                 )
             )
             self._metrics.streams.set_function(lambda: filter_.open_streams)
-            background = [asyncio.create_task(part.run()) for part in (fleet, dispatcher, pulse)]
+            background = [asyncio.create_task(part.run()) for part in (fleet, dispatcher, pulse, self._cache_servers)]
             await fleet.first_look()
             server = await self._start_grpc(filter_)
             debug = Debug(dispatcher, Explainer(config), bytes_per_token, max_body_bytes=config.limits.max_body_bytes)
@@ -200,6 +202,7 @@ class Server:
             "why": self._why_not(live=live, warm=warm),
             "draining": self._draining,
             **self._fleet.status(),
+            "cache_servers": self._cache_servers.status(),
         }
 
     def _why_not(self, *, live: bool, warm: bool) -> str | None:

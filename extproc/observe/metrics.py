@@ -142,6 +142,27 @@ class Metrics:
         self.warm_up_waiting = Gauge(
             "baton_warm_up_waiting_requests", "Prompts that wait until a pair of workers is warm", registry=registry
         )
+        self.cache_server_up = Gauge(
+            "baton_cache_server_up", "1 if the cache server answers its health check", ["server"], registry=registry
+        )
+        self.cache_server_lookup_tokens = Counter(
+            "baton_cache_server_lookup_tokens",
+            "Tokens that workers looked up on the cache server",
+            ["server"],
+            registry=registry,
+        )
+        self.cache_server_hit_tokens = Counter(
+            "baton_cache_server_hit_tokens", "Tokens of these that the cache server had", ["server"], registry=registry
+        )
+        self.cache_server_usage = Gauge(
+            "baton_cache_server_usage_ratio", "Share of the cache server's memory tier in use", ["server"], registry=registry
+        )
+        self.cache_server_below_bytes = Gauge(
+            "baton_cache_server_below_bytes",
+            "Bytes that the cache server has put on the tiers below its memory since it started",
+            ["server"],
+            registry=registry,
+        )
         self.draining = Gauge("baton_draining", "1 after SIGTERM", registry=registry)
 
     def render(self) -> bytes:
