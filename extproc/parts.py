@@ -38,6 +38,8 @@ class Part:
     """Asked until it says yes. May raise PartError."""
     once: bool = False
     """It does its work and ends, which is when it is ready; ``ready`` is not asked."""
+    when_ready: Callable[[], None] | None = None
+    """Called once, when it is."""
     started_at: float = field(default_factory=time.monotonic)
     ready_after_s: float | None = None
 
@@ -51,6 +53,8 @@ class Part:
             ready = not self.once and self.ready_after_s is None and self.ready()
         if ready and self.ready_after_s is None:
             self.ready_after_s = time.monotonic() - self.started_at
+            if self.when_ready is not None:
+                self.when_ready()
 
 
 def check_all(parts: Sequence[Part]) -> None:

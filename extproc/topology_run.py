@@ -1,4 +1,4 @@
-"""``baton up --topology compose.yaml``: the services of a compose file as processes on this machine, without a container engine.
+"""``baton up --topology compose.yaml``: the services of a compose file as processes, without a container engine.
 
 What may live here: from a parsed file to processes and back. Commands, environments, health checks and the order of start are
 those of the file; what of it cannot be had without containers is named.
@@ -362,7 +362,7 @@ class Health:
         self._next_at = self._began_at + seconds(self._check.start_interval if self._starting() else self._check.interval)
         self._failures = 0
         self._running: subprocess.Popen[bytes] | None = None
-        self._output = tempfile.TemporaryFile()
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115  (it goes with this object)
         self._kill_at = 0.0
 
     def __call__(self) -> bool:

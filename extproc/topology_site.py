@@ -32,8 +32,10 @@ class Site:
 
     def text(self, text: str) -> str:
         """``text`` of a command, an environment or a configuration. A host name is known by the port after it."""
-        for target, source in sorted(self.paths, reverse=True):  # a longer path before what it lies in
-            text = re.sub(rf"(?<![\w./-]){re.escape(target)}(?![\w.-])", lambda _, source=source: source, text)
+        if paths := dict(self.paths):
+            # A longer path before what it lies in.
+            targets = "|".join(re.escape(target) for target in sorted(paths, key=len, reverse=True))
+            text = re.sub(rf"(?<![\w./-])(?:{targets})(?![\w.-])", lambda match: paths[match[0]], text)
         text = _OWN.sub(self.address, text)
         for subnet in self.subnets:
             text = text.replace(subnet, f"{self.address}/32")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
@@ -127,7 +128,6 @@ def _run(options: UpOptions, envoy: Path, run_dir: Path, console: Console) -> in
         with Progress(console, parts, options.start_timeout_s) as progress:
             while not progress.look():
                 time.sleep(POLL_S)
-        _pin_workers(options, parts, console)
         first_answer.show(
             console,
             host=_LOOPBACK if options.host == "0.0.0.0" else options.host,  # noqa: S104
@@ -216,11 +216,13 @@ def _start(options: UpOptions, envoy: Path, run_dir: Path, console: Console, par
 
     counts = {"prefill": itertools.count(), "decode": itertools.count()}
     names: dict[str, str] = {}
-    for spec in specs:
+    for spec, share in zip(specs, shares, strict=True):
         name = f"{spec.role}-{next(counts[spec.role])}"
         command = _ENGINES[options.engine](spec)
         child = Child(name, command.argv, log=run_dir / f"{name}.log", env=command.env, grace_s=_WORKER_GRACE_S)
-        parts.append(Part(child, partial(answers, f"http://{spec.host}:{spec.port}/health")))
+        # Before the filter makes its first handoff: workers that share a core would stall in it.
+        pin = None if simulated else partial(_pin, child, share, console)
+        parts.append(Part(child, partial(answers, f"http://{spec.host}:{spec.port}/health"), when_ready=pin))
         names[f"{spec.host}:{spec.port}"] = name
     child = Child("filter", filter_command(config_file), log=run_dir / "filter.log")
     parts.append(Part(child, partial(answers, f"http://{config.admin}/healthz")))
@@ -235,10 +237,6 @@ def served_name(name: str) -> str:
     return name if name == model.SMOLLM2 else Path(name).name
 
 
-def _pin_workers(options: UpOptions, parts: list[Part], console: Console) -> None:
-    if options.engine != "vllm":
-        return
-    workers = parts[: options.prefill + options.decode]
-    for part, share in zip(workers, cores.spread(len(workers), cores.usable()), strict=True):
-        if cores.pin(part.child.pids(), share):
-            console.print(f"{part.child.name} runs on core {', '.join(map(str, share))}", highlight=False)
+def _pin(child: Child, share: Sequence[int], console: Console) -> None:
+    if cores.pin(child.pids(), share):
+        console.print(f"{child.name} runs on core {', '.join(map(str, share))}", highlight=False)
