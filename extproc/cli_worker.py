@@ -184,6 +184,61 @@ def worker(
         raise typer.Exit(_run(made, engine, own_cores))
 
 
+@worker_app.command(
+    epilog="Examples:  baton worker check llama-3.3-70b-h200  ·  baton worker check p.yaml d.yaml:tp4 --strict --json"
+)
+def check(
+    prefill: Annotated[str, typer.Argument(help="PROFILE or PROFILE:prefill; alone: with each of its own decode workers.")],
+    decode: Annotated[str | None, typer.Argument(help="PROFILE, PROFILE:decode or PROFILE:VARIANT.")] = None,
+    model: Annotated[str | None, typer.Option(help="For profiles that name none.")] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit 1 on warnings too.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Say what would break the handshake of a prefill and a decode worker, and what would work badly.
+
+    Exits 2 with an error, else 0; with --strict 1 for warnings.
+    """
+    from extproc import worker_reports as reports
+    from workers import fit
+
+    try:
+        checked = reports.check([prefill] if decode is None else [prefill, decode], model)
+    except ValueError as error:
+        _fail(str(error))
+    if json:
+        typer.echo(reports.check_json(checked))
+    else:
+        console = Console(highlight=False)
+        console = Console(width=max(console.width, 180), highlight=False)
+        for each in checked:
+            console.print(f"{each.prefill} -> {each.decode}: {'' if each.found else 'everything fits'}", markup=False)
+            if each.found:
+                console.print(reports.check_table(each))
+    raise typer.Exit(max(fit.exit_status(each.found, strict=strict) for each in checked))
+
+
+@worker_app.command(
+    epilog="Examples:  baton worker profiles  ·  baton worker profiles llama-3.3-70b-h200  ·  baton worker profiles --json"
+)
+def profiles(
+    name: Annotated[str | None, typer.Argument(help="One of them, or a file: all of it, with its memory.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """List the profiles: model, GPUs of each role, where the numbers are from, whether they were run."""
+    from extproc import worker_reports as reports
+    from workers.profile import builtin_names
+
+    try:
+        if json:
+            typer.echo(reports.profiles_json(builtin_names() if name is None else [name]))
+        elif name is not None:
+            typer.echo(reports.profile_text(name))
+        else:
+            Console(width=max(Console().width, 180), highlight=False).print(reports.profiles_table(builtin_names()))
+    except ValueError as error:
+        _fail(str(error))
+
+
 def _show(made: Plan, profile: str, *, dry_run: bool) -> None:
     """The command: on standard output for a dry run, so that it can be piped; else, with all notes, on standard error."""
     from workers.shell import as_shell

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from workers import obsolete, vllm
 from workers.address import routable
 from workers.model import SMOLLM2, ModelError, resolve, smollm2_folder
+from workers.own_address import own_address
 from workers.profile import Profile, worker_spec
 from workers.sim import command as sim
 from workers.spec import DEFAULT_LEASE_S, Command, Role, WorkerSpec
@@ -81,7 +82,7 @@ def plan(
     ``prepare``: see that the model is there, and convert the demo model if it is the one that is asked for.
     """
     notes: list[str] = []
-    spec = worker_spec(profile, role, variant, {"port": None, **(changes or {})})
+    spec = worker_spec(profile, role, variant, changes)
     found = obsolete.check_environment({**environ, **dict(spec.env)}, cache_server=spec.cache_server is not None)
     notes += found.notes
     given_env = tuple((name, value) for name, value in spec.env if name not in found.unset)
@@ -90,19 +91,8 @@ def plan(
         spec = replace(spec, kv_lease_s=found.lease_s)
     if found.attention_backend is not None and spec.attention_backend is None:
         spec = replace(spec, attention_backend=found.attention_backend)
-    rest, hidden = _take_secrets((*spec.extra_args, *arguments), notes)
-    rest, dropped = obsolete.check_arguments(rest)
-    notes += dropped
-    spec = _take_transfer_config(replace(spec, extra_args=rest), notes)
-    _refuse_ours(spec.extra_args)
+    spec, hidden = _for_sim(spec, arguments, notes) if engine == "sim" else _for_vllm(spec, arguments, notes, prepare=prepare)
     spec = _address(spec, environ, notes, chosen=bool(changes and changes.get("host")))
-    if engine == "vllm":
-        spec = _model(spec, prepare=prepare)
-    elif spec.data_parallel_size > 1:
-        notes.append("the simulated engine has one rank: data parallelism is left out")
-        spec = replace(
-            spec, data_parallel_size=1, data_parallel_local=None, data_parallel_rank=None, data_parallel_address=None
-        )
     try:
         command = _COMMANDS[engine](spec)
     except ValueError as error:
@@ -115,6 +105,34 @@ def plan(
         notes=tuple(notes),
         grace_s=spec.shutdown_timeout_s + _TEARDOWN_S,
     )
+
+
+def _for_vllm(
+    spec: WorkerSpec, arguments: Sequence[str], notes: list[str], *, prepare: bool
+) -> tuple[WorkerSpec, Mapping[str, str]]:
+    """The spec with what vLLM can take of ``arguments``, and the secrets among them."""
+    rest, hidden = _take_secrets((*spec.extra_args, *arguments), notes)
+    rest, dropped = obsolete.check_arguments(rest)
+    notes += dropped
+    spec = _take_transfer_config(replace(spec, extra_args=rest), notes)
+    _refuse_ours(spec.extra_args)
+    return _model(spec, prepare=prepare), hidden
+
+
+def _for_sim(spec: WorkerSpec, arguments: Sequence[str], notes: list[str]) -> tuple[WorkerSpec, Mapping[str, str]]:
+    """The spec with one rank, and with options of the simulated engine in place of vLLM's."""
+    if spec.data_parallel_size > 1:
+        notes.append("the simulated engine has one rank: data parallelism is left out")
+    alone = replace(
+        spec,
+        data_parallel_size=1,
+        data_parallel_local=None,
+        data_parallel_rank=None,
+        data_parallel_address=None,
+        env=(),
+        extra_args=tuple(arguments),
+    )
+    return alone, {}
 
 
 def _take_secrets(arguments: Sequence[str], notes: list[str]) -> tuple[tuple[str, ...], dict[str, str]]:
@@ -178,6 +196,9 @@ def _address(spec: WorkerSpec, environ: Mapping[str, str], notes: list[str], *, 
     given = spec.side_channel_host
     if given is None and chosen and spec.host not in _ANY:
         given = spec.host
+    if given is not None and "/" in given:
+        # A worker on several networks is told which of them its peers are on.
+        given = own_address(given)
     address, source = routable(given, environ)
     if source != "as given":
         notes.append(f"peers reach this worker by {address} ({source})")

@@ -123,7 +123,7 @@ class Link(_Section, frozen=True, kw_only=True):
 
     kind: str
     gb_per_s: float | None = None
-    """Of one direction, in 10^9 bytes a second, for all GPUs of a worker together, as stated by who sells it."""
+    """Of one GPU, in one direction, in 10^9 bytes a second, as its maker states it."""
 
 
 class Profile(_Section, frozen=True, kw_only=True):

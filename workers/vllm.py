@@ -64,6 +64,10 @@ def _check_parallel(spec: WorkerSpec) -> None:
             f"data_parallel_rank and data_parallel_local: ranks {ranks.start} to {ranks.stop - 1} are not part of a group of "
             f"{spec.data_parallel_size} (data_parallel_size)"
         )
+    if len(ranks) < spec.data_parallel_size and spec.data_parallel_rank is None:
+        raise ValueError(
+            f"data_parallel_rank: {len(ranks)} of {spec.data_parallel_size} ranks run here; which is the first of them?"
+        )
     if len(ranks) < spec.data_parallel_size and spec.data_parallel_address is None:
         raise ValueError(
             f"data_parallel_address: {spec.data_parallel_size - len(ranks)} of the group's ranks run elsewhere; "

@@ -1,0 +1,223 @@
+"""What would not start, or works badly once it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from workers.fit.misfit import Misfit, Pair, Severity, text
+from workers.memory import memory_of
+from workers.vllm import transfer_config
+
+_MANY_SEQS = 64
+"""From here on a decode batch keeps a GPU busy without guessing."""
+_SHORT_LEASE_S = 60
+
+
+def _served_name(pair: Pair) -> Iterator[Misfit]:
+    if pair.prefill.spec.served_model_name != pair.decode.spec.served_model_name:
+        yield pair.misfit(
+            "served-name",
+            Severity.ERROR,
+            lambda s: s.served_model_name,
+            "a request names one model, and goes to both: one of them answers 404",
+            "docs/architecture.md",
+            "the same served_model_name on both",
+        )
+
+
+def _speculation(pair: Pair) -> Iterator[Misfit]:
+    if pair.decode.spec.speculative is None:
+        return
+    seqs = pair.decode.spec.max_num_seqs
+    if seqs is None or seqs >= _MANY_SEQS:
+        yield pair.misfit(
+            "speculative-batch",
+            Severity.WARN,
+            lambda s: f"max_num_seqs {text(s.max_num_seqs)}",
+            "a decode pool's batches are large, which keep the GPU busy: checking guesses then takes time from other "
+            "streams, and tokens come slower, not faster",
+            "vLLM documentation, speculative decoding (for low request rates)",
+            f"no speculative decoding, or max_num_seqs below {_MANY_SEQS} on a pool of its own",
+        )
+    if pair.hybrid:
+        yield pair.misfit(
+            "speculative-hybrid",
+            Severity.WARN,
+            lambda s: (s.speculative or {}).get("method"),
+            "with layers of several kinds the draft's KV is not always handed over; crashes have been reported",
+            "vllm#54926, dynamo#12198",
+            "no speculative decoding",
+        )
+
+
+def _load_failure(pair: Pair) -> Iterator[Misfit]:
+    policy = transfer_config(pair.decode.spec).get("kv_load_failure_policy", "fail")
+    hybrid = pair.hybrid
+    if policy == "fail":
+        yield pair.misfit(
+            "load-failure",
+            Severity.INFO,
+            lambda s: transfer_config(s).get("kv_load_failure_policy", "fail"),
+            "a decode worker that cannot pull answers 500 to the client: the filter makes one attempt",
+            "vLLM 0.32 config/kv_transfer.py",
+            "recompute, if an answer that comes late is better than none",
+        )
+    elif hybrid:
+        yield pair.misfit(
+            "load-failure-hybrid",
+            Severity.WARN,
+            lambda s: transfer_config(s).get("kv_load_failure_policy", "fail"),
+            "with layers of several kinds a pull that failed has been seen to give wrong text, answered with 200",
+            "vllm#52234",
+            "kv_load_failure_policy: fail",
+        )
+
+
+def _lease(pair: Pair) -> Iterator[Misfit]:
+    if pair.prefill.spec.kv_lease_s < _SHORT_LEASE_S:
+        yield pair.misfit(
+            "lease",
+            Severity.WARN,
+            lambda s: f"{s.kv_lease_s} s",
+            "the first transfer of a pair takes tens of seconds, and a read after the lease is not noticed: wrong text",
+            "vllm#52234; measured with vLLM 0.32: 31 s",
+            f"kv_lease_s of {_SHORT_LEASE_S} or more",
+        )
+
+
+def _prefix_cache(pair: Pair) -> Iterator[Misfit]:
+    if pair.decode.spec.prefix_caching is False:
+        yield pair.misfit(
+            "prefix-caching",
+            Severity.WARN,
+            lambda s: "off" if s.prefix_caching is False else "on",
+            "the decode worker pulls every block of every turn again, and the router cannot count on what it holds",
+            "vLLM 0.32 nixl/pull_scheduler.py",
+            "prefix_caching: true",
+        )
+    if (pair.prefill.spec.prefix_hash_algo, pair.prefill.spec.hash_seed) != (
+        pair.decode.spec.prefix_hash_algo,
+        pair.decode.spec.hash_seed,
+    ):
+        yield pair.misfit(
+            "block-hash",
+            Severity.WARN,
+            lambda s: f"{text(s.prefix_hash_algo)}, {text(s.hash_seed)}",
+            "the same block has another hash on each, so that what one reports says nothing about the other",
+            "vLLM 0.32 v1/core/kv_cache_utils.py",
+            "the same prefix_hash_algo and hash_seed on both",
+        )
+    for side in pair.sides:
+        if (side.spec.prefix_hash_algo or "").startswith("xxhash") and side.spec.hash_seed is None:
+            yield pair.misfit(
+                "block-hash-seed",
+                Severity.WARN,
+                lambda s: f"{text(s.prefix_hash_algo)}, {text(s.hash_seed)}",
+                "xxhash begins with a random number in every process, unless a seed is given",
+                "vLLM 0.32 v1/core/kv_cache_utils.py",
+                "hash_seed: 0, or sha256_cbor",
+            )
+            return
+
+
+def _graphs(pair: Pair) -> Iterator[Misfit]:
+    if pair.decode.spec.device == "gpu" and (
+        pair.decode.spec.enforce_eager or "--enforce-eager" in pair.decode.spec.extra_args
+    ):
+        yield pair.misfit(
+            "eager",
+            Severity.WARN,
+            lambda s: "eager" if s.enforce_eager else "graphs",
+            "without CUDA graphs every decode step waits for the CPU to start its kernels, one by one",
+            "vLLM documentation, CUDA graphs",
+            "no enforce_eager on decode workers",
+        )
+
+
+def _lengths(pair: Pair) -> Iterator[Misfit]:
+    if pair.prefill.spec.max_model_len_tokens != pair.decode.spec.max_model_len_tokens:
+        yield pair.misfit(
+            "max-model-len",
+            Severity.WARN,
+            lambda s: s.max_model_len_tokens,
+            "a prompt that one of them takes, the other refuses with 400",
+            "vLLM 0.32 renderers",
+            "the same max_model_len_tokens on both",
+        )
+
+
+def _weights(pair: Pair) -> Iterator[Misfit]:
+    if pair.prefill.spec.quantization != pair.decode.spec.quantization:
+        yield pair.misfit(
+            "quantization",
+            Severity.WARN,
+            lambda s: s.quantization,
+            "the handshake does not see it, but the KV then comes from other weights than those that go on with it",
+            "vLLM 0.32 nixl/metadata.py",
+            "the same quantization on both",
+        )
+
+
+def _limits(pair: Pair) -> Iterator[Misfit]:
+    for side in pair.sides:
+        spec = side.spec
+        if spec.max_num_seqs is not None and spec.max_num_queued_reqs is not None:
+            running = spec.max_num_seqs * len(spec.ranks)
+            if spec.max_num_queued_reqs < running:
+                yield pair.misfit(
+                    "queue-limit",
+                    Severity.WARN,
+                    lambda s: f"{text(s.max_num_queued_reqs)} for {len(s.ranks)} x {text(s.max_num_seqs)}",
+                    f"the limit counts what runs too, over all ranks: {side.name} is never full before it answers 503",
+                    "vLLM 0.32 config/scheduler.py",
+                    f"max_num_queued_reqs of {running} or more",
+                )
+        if (
+            spec.max_num_seqs is not None
+            and spec.max_num_batched_tokens is not None
+            and spec.max_num_batched_tokens < spec.max_num_seqs
+        ):
+            yield pair.misfit(
+                "step-size",
+                Severity.ERROR,
+                lambda s: f"{text(s.max_num_batched_tokens)} for {text(s.max_num_seqs)} sequences",
+                f"{side.name} does not start: a step must have room for a token of each sequence",
+                "vLLM 0.32 config/scheduler.py",
+                "a larger max_num_batched_tokens",
+            )
+
+
+def _memory(pair: Pair) -> Iterator[Misfit]:
+    for side in pair.sides:
+        found = memory_of(side.profile, side.spec)
+        if found is None:
+            continue
+        each_rank = found.kv_tokens // len(side.spec.ranks)
+        longest = side.spec.max_model_len_tokens or 0
+        hardware = side.profile.hardware
+        assert hardware is not None
+        shown = found.line(side.name, hardware.memory_gb)
+        if found.kv_gb <= 0 or each_rank < longest:
+            yield Misfit(
+                rule="memory",
+                severity=Severity.ERROR,
+                prefill=shown if side is pair.prefill else "",
+                decode=shown if side is pair.decode else "",
+                why="weights and the KV cache of one longest prompt do not fit: it does not start",
+                source="arithmetic on the profile's numbers",
+                fix="more GPUs, weights in fp8, or a smaller max_model_len_tokens",
+            )
+
+
+RULES: tuple[Callable[[Pair], Iterator[Misfit]], ...] = (
+    _served_name,
+    _speculation,
+    _load_failure,
+    _lease,
+    _prefix_cache,
+    _graphs,
+    _lengths,
+    _weights,
+    _limits,
+    _memory,
+)
