@@ -45,7 +45,13 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     """The peer is another process or container of this host."""
     peer_identity: Identity | None = None
     """What the peer said of itself, from a measurement or its own report."""
+    more_ports: tuple[tuple[int, str], ...] = ()
+    """Further ports that the worker listens on, and what for."""
     tensor_parallel: int = 1
+    gpus: int | None = None
+    """GPUs that the worker takes on this node. None: as many as its tensor parallelism."""
+    device_ids: tuple[int, ...] = ()
+    """Which of the visible GPUs it takes. Empty: the first ones."""
     block_size_tokens: int = 128
     max_model_len_tokens: int | None = None
     kv_lease_s: float = 120.0
@@ -54,6 +60,11 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     """CPU only: what the KV cache will take."""
     bandwidth_bytes_per_s: float | None = None
     """Bandwidth to the peer, where it is known."""
+
+    @property
+    def needed_gpus(self) -> int:
+        """GPUs that the worker takes on this node."""
+        return self.gpus if self.gpus is not None else max(self.tensor_parallel, len(self.device_ids))
 
     def __post_init__(self) -> None:
         """Raises ValueError that begins with the field."""

@@ -111,6 +111,18 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     vllm: str = ""
 
 
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """How it went with the peer."""
+
+    measurement: Measurement | None = None
+    identity: Identity | None = None
+    """Of the peer."""
+    reached_side_channel: str | None = None
+    """How the peer's attempt to reach our side-channel port ended; None: it made none."""
+    error: str = ""
+    """Why nothing could be measured."""
+
+
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """All of it. ``findings`` come worst first."""
 

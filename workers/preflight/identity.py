@@ -22,8 +22,11 @@ def visible_gpus(facts: Facts) -> tuple[Gpu, ...]:
 
 
 def used_gpus(facts: Facts, ask: Ask) -> tuple[Gpu, ...]:
-    """Those that the worker will take: the first of the visible ones."""
-    return visible_gpus(facts)[: ask.tensor_parallel]
+    """Those that the worker will take: the ones that are named, else the first of the visible ones."""
+    visible = visible_gpus(facts)
+    if ask.device_ids:
+        return tuple(visible[number] for number in ask.device_ids if number < len(visible))
+    return visible[: ask.needed_gpus]
 
 
 def identity_of(facts: Facts, ask: Ask) -> Identity:

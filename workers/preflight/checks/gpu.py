@@ -41,7 +41,7 @@ def check(facts: Facts, ask: Ask) -> list[Finding]:
 
 
 def _visible(facts: Facts, ask: Ask) -> list[Finding]:
-    seen, needed = visible_gpus(facts), ask.tensor_parallel
+    seen, needed = visible_gpus(facts), max((ask.needed_gpus, *(number + 1 for number in ask.device_ids)))
     mask = facts.env.get("CUDA_VISIBLE_DEVICES")
     masked = "" if mask is None else f", CUDA_VISIBLE_DEVICES={mask!r} leaves {len(seen)}"
     found = f"{len(facts.gpus)} × {facts.gpus[0].name}{masked}"
@@ -51,7 +51,7 @@ def _visible(facts: Facts, ask: Ask) -> list[Finding]:
         Finding(
             id="gpu.present",
             severity=Severity.ERROR,
-            found=f"{found}; tensor parallelism asks for {needed}",
+            found=f"{found}; the worker needs {needed}",
             why="The worker cannot start. CUDA ignores everything after the first index of the list that does not exist.",
             fix="Correct CUDA_VISIBLE_DEVICES, give the container more GPUs, or lower --tensor-parallel-size.",
         )

