@@ -91,6 +91,8 @@ class Router:
         tree["prefill"] |= {"timeout_s": _PATIENCE_S, "tokenise_once": False}
         tree["envoy"]["idle_timeout_s"] = 2 * _PATIENCE_S
         tree["log_level"] = "warning"
+        # The engines count prompts: those of a warm-up would be among them, and there is no handshake to be spared.
+        tree["warm_up"] = {"enabled": False}
         return msgspec.convert(tree, Config)
 
     def _peer(self, name: str) -> str:

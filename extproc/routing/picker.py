@@ -133,6 +133,8 @@ class Picker:
             fitting = [each for each in serving if matches(each.labels, labels)]
             if not fitting:
                 raise NoEndpointError(role, labels=labels)
+            # Who has yet to make a first handoff is chosen only where there is nobody else.
+            fitting = [each for each in fitting if not each.warming] or fitting
             found = self._groups[key] = _Group(fitting, {each.address: each for each in fitting})
         return found
 

@@ -263,15 +263,8 @@ class Pool:
         self.version += 1
 
     def live(self, role: Role) -> list[Endpoint]:
-        """The endpoints of a role that may get a request now.
-
-        One that is warming may, where no other has all its models and labels.
-        """
-        found = [each for each in self._by_address.values() if each.live and not each.leaving and role in each.roles]
-        warm = {_kind(each): each for each in found if not each.warming}
-        if len(warm) == 0 or not any(each.warming for each in found):
-            return found
-        return [each for each in found if not each.warming or not any(_covers(other, each) for other in warm.values())]
+        """The endpoints of a role that answer. Which of them gets a request is the picker's choice."""
+        return [each for each in self._by_address.values() if each.live and not each.leaving and role in each.roles]
 
     def models(self) -> dict[str, bytes]:
         """Every model of the live endpoints, with the JSON by which its first worker describes it."""
@@ -289,17 +282,6 @@ class Pool:
     def expire(self, before_s: float, now_s: float) -> int:
         """Give back claims older than ``before_s`` on all endpoints; how many there were, which should be none."""
         return sum(leg.expire(before_s, now_s) for each in self._by_address.values() for leg in (each.prefill, each.decode))
-
-
-def _kind(endpoint: Endpoint) -> object:
-    models = endpoint.spec.models if endpoint.spec.models is not None else endpoint.models
-    return frozenset(endpoint.labels.items()), None if models is None else frozenset(models)
-
-
-def _covers(endpoint: Endpoint, other: Endpoint) -> bool:
-    """Whether every request that ``other`` may get, ``endpoint`` may get too."""
-    names = other.spec.models if other.spec.models is not None else other.models
-    return matches(endpoint.labels, other.labels) and all(endpoint.serves(name) for name in names or ())
 
 
 def matches(labels: Mapping[str, str], wanted: Mapping[str, str]) -> bool:

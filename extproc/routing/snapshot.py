@@ -83,6 +83,7 @@ class EndpointState(msgspec.Struct, frozen=True, kw_only=True):
     roles: list[Role]
     live: bool = False
     leaving: bool = False
+    warming: bool = False
     spec: EndpointSpec
     models: list[str] | None = None
     """What it lists; None: nobody knows."""
@@ -291,6 +292,7 @@ def _endpoints(router: Router, now_s: float) -> list[EndpointState]:
                 roles=sorted(endpoint.roles, key=lambda role: role.value),
                 live=endpoint.live,
                 leaving=endpoint.leaving,
+                warming=endpoint.warming,
                 spec=endpoint.spec,
                 models=None if endpoint.models is None else sorted(endpoint.models),
                 kv_tokens=endpoint.kv_tokens,
@@ -333,7 +335,7 @@ def _speed(rate: PrefillRate) -> PrefillSpeed:
 
 def _endpoint(state: EndpointState) -> Endpoint:
     endpoint = Endpoint(state.spec, frozenset(state.roles))
-    endpoint.live, endpoint.leaving = state.live, state.leaving
+    endpoint.live, endpoint.leaving, endpoint.warming = state.live, state.leaving, state.warming
     endpoint.models = None if state.models is None else dict.fromkeys(state.models, b"{}")
     endpoint.kv_tokens = state.kv_tokens
     endpoint.load = state.reported
