@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -60,18 +60,35 @@ class Cold(msgspec.Struct, frozen=True):
     reason: str
 
 
+class Acquaintances(Protocol):
+    """Who has met whom: a handoff between them went well, and none has failed since."""
+
+    def met(self, prefill: str, decode: str) -> bool:
+        """Whether the two have."""
+        ...
+
+    def decodes_of(self, prefill: str) -> Set[str]:
+        """Whom a prefill worker has met."""
+        ...
+
+    def prefills_of(self, decode: str) -> Set[str]:
+        """Whom a decode worker has met."""
+        ...
+
+
 class Plan:
-    """Told what happens; asked what to do. ``met`` is the only thing that it does not know itself."""
+    """Told what happens; asked what to do. Who has met whom is the only thing that it does not know itself."""
 
     def __init__(
         self,
         settings: WarmUp,
-        met: Callable[[str, str], bool],
+        pairs: Acquaintances,
         jitter: Callable[[], float] = random.random,
     ) -> None:
-        """``met(prefill, decode)``: whether a handoff between them went well. ``jitter`` gives numbers from 0 to 1."""
+        """``jitter`` gives numbers from 0 to 1."""
         self._settings = settings
-        self._met = met
+        self._pairs = pairs
+        self._met = pairs.met
         self._jitter = jitter
         self._decodes_of: dict[str, list[str]] = {}
         self._prefills_of: dict[str, list[str]] = {}
@@ -180,8 +197,8 @@ class Plan:
 
     def _some_met(self) -> Iterator[str]:
         for address in {**self._decodes_of, **self._prefills_of}:
-            if any(self._met(address, each) for each in self._decodes_of.get(address, ())) or any(
-                self._met(each, address) for each in self._prefills_of.get(address, ())
+            if any(each in self._prefills_of for each in self._pairs.decodes_of(address)) or any(
+                each in self._decodes_of for each in self._pairs.prefills_of(address)
             ):
                 yield address
 
@@ -261,10 +278,8 @@ class Plan:
 
     def counts(self) -> tuple[int, int]:
         """Pairs of live workers that have met, and all there are."""
-        met = total = 0
-        for link in self.links():
-            total += 1
-            met += self._met(*link)
+        total = sum(len(decodes) for decodes in self._decodes_of.values())
+        met = sum(each in self._prefills_of for prefill in self._decodes_of for each in self._pairs.decodes_of(prefill))
         return met, total
 
     def failing(self) -> list[Cold]:

@@ -55,7 +55,7 @@ class WarmUp:
         self._log = log
         self._on_change = on_change
         self._clock = clock
-        self._plan = Plan(config.warm_up, self._pairs.met)
+        self._plan = Plan(config.warm_up, self._pairs)
         if self._settings.enabled:
             self._pairs.on_forget = self._forgotten
         self._seen: tuple[int, int] | None = None

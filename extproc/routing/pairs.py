@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 from extproc.routing.rates import TransferRate
 
@@ -28,6 +28,8 @@ class Pairs:
     def __init__(self, handshake_s: float) -> None:
         self._handshake_s = handshake_s
         self._pairs: OrderedDict[tuple[str, str], _Pair] = OrderedDict()
+        self._decodes: dict[str, set[str]] = {}
+        self._prefills: dict[str, set[str]] = {}
         self.on_forget: Callable[[str], None] = lambda _address: None
         """Told of an engine that is a new one, or gone."""
         self.changes = 0
@@ -42,6 +44,14 @@ class Pairs:
         pair = self._pairs.get((prefill, decode))
         return pair is not None and pair.met
 
+    def decodes_of(self, prefill: str) -> Set[str]:
+        """Whom it has met."""
+        return self._decodes.get(prefill, frozenset())
+
+    def prefills_of(self, decode: str) -> Set[str]:
+        """Whom it has met."""
+        return self._prefills.get(decode, frozenset())
+
     def penalty_s(self, prefill: str, decode: str, now_s: float) -> float:
         """What a pair that failed a while ago is charged: as long as it is not tried again, less every second."""
         pair = self._pairs.get((prefill, decode))
@@ -50,15 +60,18 @@ class Pairs:
     def succeeded(self, prefill: str, decode: str) -> None:
         """A handoff between them was read."""
         pair = self._touch(prefill, decode)
-        self.changes += not pair.met
-        pair.met, pair.failures, pair.until_s = True, 0, 0.0
+        pair.failures, pair.until_s = 0, 0.0
+        if not pair.met:
+            pair.met = True
+            self._decodes.setdefault(prefill, set()).add(decode)
+            self._prefills.setdefault(decode, set()).add(prefill)
+            self.changes += 1
 
     def failed(self, prefill: str, decode: str, now_s: float) -> None:
         """The decode worker could not use the handoff. Perhaps one of them is a new engine: they have to meet anew."""
         pair = self._touch(prefill, decode)
         pair.failures += 1
-        self.changes += pair.met
-        pair.met = False
+        self._part(prefill, decode)
         pair.until_s = now_s + min(_PENALTY_S * 2 ** (pair.failures - 1), _PENALTY_MAX_S)
 
     def transferred(self, prefill: str, decode: str, size_bytes: float, seconds: float, first_guess: TransferRate) -> None:
@@ -76,21 +89,33 @@ class Pairs:
     def forget(self, address: str) -> None:
         """The engine at ``address`` is a new one."""
         for key in [key for key in self._pairs if address in key]:
+            self._part(*key)
             del self._pairs[key]
-        self.changes += 1
         self.on_forget(address)
 
     def part(self, address: str) -> None:
         """Perhaps the engine at ``address`` is a new one. What is known of the network to it stays."""
-        for key, pair in self._pairs.items():
-            if address in key:
-                pair.met = False
-        self.changes += 1
+        for decode in tuple(self.decodes_of(address)):
+            self._part(address, decode)
+        for prefill in tuple(self.prefills_of(address)):
+            self._part(prefill, address)
+
+    def _part(self, prefill: str, decode: str) -> None:
+        pair = self._pairs[prefill, decode]
+        if pair.met:
+            pair.met = False
+            for of, one, other in ((self._decodes, prefill, decode), (self._prefills, decode, prefill)):
+                others = of.get(one, set())
+                others.discard(other)
+                if not others:
+                    of.pop(one, None)
+            self.changes += 1
 
     def _touch(self, prefill: str, decode: str) -> _Pair:
         key = (prefill, decode)
         pair = self._pairs.setdefault(key, _Pair())
         self._pairs.move_to_end(key)
         if len(self._pairs) > _MOST:
+            self._part(*next(iter(self._pairs)))
             self._pairs.popitem(last=False)
         return pair

@@ -74,6 +74,7 @@ def front(
         folder = Path(parts.enter_context(tempfile.TemporaryDirectory(prefix="baton-")))
         base = stack_config(folder, prefill=prefill, decode=decode, listen=port, admin=admin, envoy_admin=envoy_admin)
         tree = msgspec.to_builtins(base)
+        tree["warm_up"]["enabled"] = False  # tests count what comes to the workers
         for section, values in (settings or {}).items():
             tree[section] |= values
         config = msgspec.convert(tree, Config)

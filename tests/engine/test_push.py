@@ -75,7 +75,7 @@ def urls(tiny_model: Path) -> Iterator[tuple[str, str, str]]:
         config_file, envoy_file = write_configs(config, folder)
         filter_ = parts.enter_context(Child("filter", filter_command(config_file), log=folder / "filter.log"))
         await_endpoints(config, filter_)
-        wait_ready(filter_, f"http://{config.admin}/healthz", 60)
+        wait_ready(filter_, f"http://{config.admin}/healthz", UP_TIMEOUT_S)  # the two have made a handoff by then
         envoy = parts.enter_context(Child("envoy", envoy_command(find_envoy(), envoy_file), log=folder / "envoy.log"))
         wait_ready(envoy, f"http://{config.envoy.admin}/ready", 60)
         yield f"http://127.0.0.1:{front}", f"http://{addresses[0]}", f"http://{addresses[1]}"
