@@ -122,32 +122,12 @@ def _command(
             host, number = _host_port(listen)
             if token is None:
                 console.print(f"on the other node: baton preflight --peer THIS_NODE:{number} --token {shown}", markup=False)
-            measure = _Measure(
-                ask,
-                kind="serve",
-                host=host,
-                port=number,
-                token=shown,
-                seconds=for_s,
-                buffer_mb=buffer_mb,
-                tool=tool,
-                console=console,
-            )
+            measure = _Measure(ask, "serve", (host, number), shown, for_s, buffer_mb=buffer_mb, tool=tool, console=console)
         elif peer is not None and not no_measure:
             if not token:
                 raise ValueError("--peer needs the --token that `baton preflight --serve` prints there (or --no-measure)")
             host, number = _host_port(peer)
-            measure = _Measure(
-                ask,
-                kind="read",
-                host=host,
-                port=number,
-                token=token,
-                seconds=seconds,
-                buffer_mb=buffer_mb,
-                tool=tool,
-                console=console,
-            )
+            measure = _Measure(ask, "read", (host, number), token, seconds, buffer_mb=buffer_mb, tool=tool, console=console)
         console.print("looking at this node", markup=False)
         report = preflight.run(ask, measure=measure)
     except (ValueError, OSError) as error:
@@ -166,19 +146,18 @@ class _Measure:
     def __init__(
         self,
         ask: preflight.Ask,
-        *,
-        kind: str,
-        host: str,
-        port: int,
+        kind: Literal["serve", "read"],
+        where: tuple[str, int],
         token: str,
         seconds: float,
+        *,
         buffer_mb: int,
         tool: str,
         console: Console,
     ) -> None:
         self._ask = ask
         self._kind = kind
-        self._where = (host, port)
+        self._where = where
         self._token = token
         self._seconds = seconds
         self._buffer_bytes = buffer_mb << 20

@@ -27,9 +27,9 @@ def as_text(report: Report) -> RenderableType:
     """Findings worst first, the handoff table, what was measured, and one line that sums it up."""
     parts: list[RenderableType] = [_findings(report.findings)]
     if report.measurement is not None:
-        parts += [Text(), _measurement(report.measurement)]
+        parts += [Text(), *_measurement(report.measurement)]
     if report.handoffs:
-        parts += [Text(), _handoffs(report)]
+        parts += [Text(), *_handoffs(report)]
     return Group(*parts, Text(), summary(report))
 
 
@@ -67,11 +67,10 @@ def _findings(findings: tuple[Finding, ...]) -> Table:
     return table
 
 
-def _handoffs(report: Report) -> Table:
+def _handoffs(report: Report) -> tuple[RenderableType, ...]:
     route = report.route
-    table = Table(
-        box=None, pad_edge=False, title=f"A handoff, by {route.name} at {numbers.rate(route.bytes_per_s)} ({route.source})"
-    )
+    title = f"A handoff, by {route.name} at {numbers.rate(route.bytes_per_s)} ({route.source})"
+    table = Table(box=None, pad_edge=False)
     for heading in ("tokens", "KV cache", "on this route", "through host memory", "400 Gb/s direct"):
         table.add_column(heading, justify="right")
     for row in report.handoffs:
@@ -82,14 +81,15 @@ def _handoffs(report: Report) -> Table:
             numbers.seconds(row.staged_s),
             numbers.seconds(row.direct_s),
         )
-    table.title_justify = "left"
-    return table
+    return Text(title, style="bold"), table
 
 
-def _measurement(measurement: Measurement) -> Table:
-    title = f"Measured with {measurement.tool} to {measurement.peer}, {measurement.memory}, blocks of "
-    f"{numbers.size(measurement.block_bytes)}"
-    table = Table(box=None, pad_edge=False, title=title)
+def _measurement(measurement: Measurement) -> tuple[RenderableType, ...]:
+    title = (
+        f"Measured with {measurement.tool} to {measurement.peer}, {measurement.memory}, "
+        f"blocks of {numbers.size(measurement.block_bytes)}"
+    )
+    table = Table(box=None, pad_edge=False)
     for heading in ("bytes", "blocks", "median", "bandwidth", "best"):
         table.add_column(heading, justify="right")
     for sample in measurement.samples:
@@ -100,5 +100,4 @@ def _measurement(measurement: Measurement) -> Table:
             numbers.rate(sample.size_bytes / sample.median_s),
             numbers.rate(sample.best_bytes_per_s),
         )
-    table.title_justify = "left"
-    return table
+    return Text(title, style="bold"), table

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import msgspec
 
+from workers.preflight import numbers
 from workers.preflight.findings import Sample
 from workers.preflight.measure import perftest, timing
 from workers.preflight.measure.memory import buffer, resolve
@@ -55,7 +56,7 @@ def read(task: Task, say: Callable[[str], None]) -> Result:
             first_transfer_s=first_s,
             latency_s=latency_s,
             samples=samples,
-            bytes_per_s=max(sample.size_bytes / sample.median_s for sample in samples),
+            bytes_per_s=samples[-1].size_bytes / samples[-1].median_s,
             identity=offer.identity,
             reached_side_channel=offer.reached_side_channel,
         )
@@ -131,9 +132,9 @@ def _by_nixl(task: Task, offer: Offer, deadline: float, say: Callable[[str], Non
         for blocks in timing.steps(block, total):
             left_s = deadline - time.monotonic()
             if left_s <= 0 or not timing.affordable(blocks, block, samples[-1] if samples else None, left_s):
-                say(f"{blocks * block >> 20} MiB are left out: they would take too long")
+                say(f"{numbers.size(blocks * block)} and more are left out: they would take too long")
                 break
-            say(f"{blocks * block >> 20} MiB at once")
+            say(f"{numbers.size(blocks * block)} at once")
             samples.append(
                 timing.sample(
                     lambda blocks=blocks: transfer(blocks),  # type: ignore[misc]
@@ -167,7 +168,7 @@ def _by_perftest(
     first_s = time.monotonic() - start
     samples = []
     for size_bytes in _PERFTEST_BYTES:
-        say(f"{size_bytes >> 20} MiB at once")
+        say(f"{numbers.size(size_bytes)} at once")
         median_s, bytes_per_s = run(size_bytes, 10)
         samples.append(
             Sample(size_bytes=size_bytes, descriptors=1, median_s=median_s, best_bytes_per_s=bytes_per_s, transfers=10)

@@ -1,0 +1,71 @@
+"""What a preflight finds on recorded nodes. Each case says in words what must be found; tests/cases/preflight/*.yaml.
+
+The trees were written by hand after the formats of /proc, /sys and the commands: no such hardware was at hand.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.cases.preflight import Case, load, names
+from workers.preflight import Report, Severity, run
+
+
+def report_of(case: Case, tmp_path: Path) -> Report:
+    case.write(tmp_path)
+    return run(case.ask, root=tmp_path, env=case.env, runner=case.runner)
+
+
+def described(report: Report) -> str:
+    return "\n".join(f"{each.severity} {each.id}: {each.found} | {each.why} | {each.fix}" for each in report.findings)
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_recorded_node(name: str, tmp_path: Path) -> None:
+    case = load(name)
+    report = report_of(case, tmp_path)
+    for wanted in case.expect:
+        found = [each for each in report.findings if each.id == wanted.id and each.severity == wanted.severity]
+        assert found, f"{case.words}\nno {wanted.severity} {wanted.id} in:\n{described(report)}"
+        texts = [
+            each
+            for each in found
+            if wanted.says in each.found and wanted.why in each.why and wanted.fix.lower() in each.fix.lower()
+        ]
+        assert texts, f"{case.words}\n{wanted} is not what is said:\n{found}"
+    for absent in case.absent:
+        assert all(each.id != absent for each in report.findings), f"{absent} is not to be found in:\n{described(report)}"
+    assert report.worst == case.verdict, f"{case.words}\n{described(report)}"
+    if case.route is not None:
+        assert report.route.name == case.route.name
+        assert report.route.bytes_per_s == pytest.approx(case.route.gb_per_s * 1e9)
+
+
+@pytest.mark.parametrize("name", names())
+def test_errors_come_first_and_each_says_why_and_what_to_do(name: str, tmp_path: Path) -> None:
+    report = report_of(load(name), tmp_path)
+    ranks = [finding.severity.rank for finding in report.findings]
+    assert ranks == sorted(ranks, reverse=True)
+    for finding in report.findings:
+        if finding.severity in (Severity.ERROR, Severity.WARN):
+            assert finding.why, finding
+            assert finding.fix, finding
+
+
+def test_every_finding_stands_in_the_docs(tmp_path: Path) -> None:
+    text = Path("docs/preflight.md").read_text(encoding="utf-8")
+    for number, name in enumerate(names()):
+        for finding in report_of(load(name), tmp_path / str(number)).findings:
+            assert f"`{finding.id}`" in text, f"{finding.id} is not in docs/preflight.md"
+
+
+def test_a_bare_tree_is_no_crash_but_findings(tmp_path: Path) -> None:
+    """Nothing can be read and no command is there: what is needed is missing, what cannot be told is left out."""
+    case = load("h100_infiniband")
+    report = run(case.ask, root=tmp_path, env={}, runner=type(case.runner)({}, frozenset(), "refused"))
+    ids = {finding.id: finding.severity for finding in report.findings}
+    assert ids["gpu.present"] is Severity.ERROR
+    assert ids["nixl.installed"] is Severity.ERROR
+    assert "host.memlock" not in ids
