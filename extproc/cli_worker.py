@@ -287,7 +287,7 @@ def _run(made: Plan, engine: str, own_cores: tuple[int, ...]) -> int:
 
 
 def _secrets(**files: Path | None) -> dict[str, str]:
-    """Variable -> content of its file, without white space around it. Exits where a file cannot be read or is empty."""
+    """Variable -> content of its file, without white space around it; empty: none. Exits where a file cannot be read."""
     found = {}
     for name, file in files.items():
         if file is None:
@@ -296,9 +296,8 @@ def _secrets(**files: Path | None) -> dict[str, str]:
             value = file.read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
             _fail(f"{file}: {error}")
-        if not value:
-            _fail(f"{file}: it is empty, and should hold {name}")
-        found[name] = value
+        if value:
+            found[name] = value
     return found
 
 

@@ -16,7 +16,7 @@ from workers.model import SMOLLM2, ModelError, resolve, smollm2_folder
 from workers.own_address import own_address
 from workers.profile import Profile, worker_spec
 from workers.sim import command as sim
-from workers.spec import DEFAULT_LEASE_S, Command, Role, WorkerSpec
+from workers.spec import Command, Role, WorkerSpec
 
 Engine = Literal["vllm", "sim"]
 
@@ -85,12 +85,10 @@ def plan(
     spec = worker_spec(profile, role, variant, changes)
     found = obsolete.check_environment({**environ, **dict(spec.env)}, cache_server=spec.cache_server is not None)
     notes += found.notes
-    given_env = tuple((name, value) for name, value in spec.env if name not in found.unset)
-    spec = replace(spec, env=given_env)
-    if found.lease_s is not None and spec.kv_lease_s == DEFAULT_LEASE_S:
-        spec = replace(spec, kv_lease_s=found.lease_s)
-    if found.attention_backend is not None and spec.attention_backend is None:
-        spec = replace(spec, attention_backend=found.attention_backend)
+    told = {"kv_lease_s": found.lease_s, "attention_backend": found.attention_backend}
+    told = {name: value for name, value in told.items() if value is not None}
+    spec = worker_spec(profile, role, variant, changes, defaults=told)
+    spec = replace(spec, env=tuple((name, value) for name, value in spec.env if name not in found.unset))
     spec, hidden = _for_sim(spec, arguments, notes) if engine == "sim" else _for_vllm(spec, arguments, notes, prepare=prepare)
     spec = _address(spec, environ, notes, chosen=bool(changes and changes.get("host")))
     try:

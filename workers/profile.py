@@ -227,9 +227,15 @@ def role_of(name: str) -> tuple[Role, str | None]:
 
 
 def worker_spec(
-    profile: Profile, role: Role, variant: str | None = None, changes: Mapping[str, Any] | None = None
+    profile: Profile,
+    role: Role,
+    variant: str | None = None,
+    changes: Mapping[str, Any] | None = None,
+    defaults: Mapping[str, Any] | None = None,
 ) -> WorkerSpec:
     """The worker that a profile means; ``changes`` are WorkerSpec's own fields, and None in them changes nothing.
+
+    ``defaults`` are such fields too, for what no layer says.
 
     ``env`` and ``extra_args`` of all layers add up. Raises ProfileError for a variant that is not there, or without a model.
     """
@@ -239,7 +245,7 @@ def worker_spec(
             known = ", ".join(profile.decode_variants) or "none"
             raise ProfileError(f"no decode variant {variant!r} in this profile; there are: {known}")
         layers.append(profile.decode_variants[variant])
-    values: dict[str, Any] = {}
+    values: dict[str, Any] = dict(defaults or {})
     env: dict[str, str] = {}
     extra_args: tuple[str, ...] = ()
     for layer in layers:

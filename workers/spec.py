@@ -9,7 +9,8 @@ Role = Literal["prefill", "decode"]
 Device = Literal["cpu", "gpu"]
 LoadFailure = Literal["fail", "recompute"]
 
-DEFAULT_LEASE_S = 120
+_VLLM_RPC_PORT = 29550
+"""Where rank 0 of a data-parallel group listens for the others, if nothing else is said."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +82,7 @@ class WorkerSpec:
     shutdown_timeout_s: int = 0
     """How long requests that run may go on after SIGTERM. 0: they are aborted at once."""
 
-    kv_lease_s: int = DEFAULT_LEASE_S
+    kv_lease_s: int = 120
     """How long a prefill worker keeps blocks for a decode worker that has not come. vLLM does not detect a read after
     that, which gives wrong text, and the first transfer of a pair can take half a minute: longer than its 30 s."""
     kv_load_failure_policy: LoadFailure | None = None
@@ -146,6 +147,9 @@ def ports(spec: WorkerSpec) -> dict[int, str]:
     ):
         if base is not None:
             wanted += [(base + rank, f"{name} {base}, rank {rank}") for rank in spec.ranks]
+    if spec.data_parallel_size > 1 and spec.ranks.start == 0:
+        rpc_port = _VLLM_RPC_PORT if spec.data_parallel_rpc_port is None else spec.data_parallel_rpc_port
+        wanted.append((rpc_port, "the data-parallel group (data_parallel_rpc_port)"))
     taken: dict[int, str] = {}
     for port, purpose in wanted:
         if not 0 < port < 65536:

@@ -43,7 +43,7 @@ def transfer_config(spec: WorkerSpec) -> dict[str, object]:
     whole = nixl
     if spec.cache_server is not None:
         # Blocks are loaded from the first child that has them. NIXL is first: a decode worker takes what was handed over.
-        children = [nixl, connector(spec.cache_server)]
+        children = [nixl, connector(spec.cache_server, device=spec.device)]
         whole = {"kv_connector": "MultiConnector", "kv_role": role, "kv_connector_extra_config": {"connectors": children}}
     policy = spec.kv_load_failure_policy
     if policy is None and spec.cache_server is not None and spec.role == "prefill":
