@@ -115,6 +115,7 @@ async def _dispatch(
     record.outcome = "handoff"
     record.blocks, record.tokens = handoff.blocks, handoff.tokens
     metrics.handoffs.labels(handoff.connector, handoff.prefill, decode.address).inc()
+    journey.parts.recent.handed_over(handoff.prefill, decode.address)
     if handoff.blocks is not None:
         metrics.handoff_blocks.observe(handoff.blocks)
 

@@ -67,6 +67,7 @@ class Filter:
         """Serve one stream to its end."""
         started = self._parts.clock()
         self.open_streams += 1
+        self._parts.recent.came()
         with ExitStack() as held:
             journey = Journey(self._parts, stream, held)
             record = journey.record
@@ -221,6 +222,7 @@ class Filter:
                 decode = apart.still_live(journey, ticket)
         record.whole_reason = record.whole_reason or ticket.decision.reason
         parts.metrics.whole.labels(record.whole_reason).inc()
+        parts.recent.whole()
         record.outcome = "whole"
         await journey.stream.send(wire.body_reply(wire.Mutation(body=request.clean_body(), destination=decode.address)))
 
@@ -239,6 +241,8 @@ class Filter:
 
     def _note(self, record: Record, seconds: float) -> None:
         how = record.treatment.value if record.treatment else "unknown"
+        if record.status is not None:
+            self._parts.recent.answered(record.status)
         self._parts.metrics.requests.labels(how, record.outcome or "cancelled").inc()
         fields = {key: value for key, value in msgspec.structs.asdict(record).items() if value is not None}
         fields["treatment"] = how

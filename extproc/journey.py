@@ -26,6 +26,7 @@ from extproc.observe.logs import Logger
 from extproc.observe.metrics import Metrics
 from extproc.paths import Treatment
 from extproc.prompt import BytesPerToken
+from extproc.recent import Recent
 from extproc.release import Releaser
 from extproc.routing.job import Aims, Job
 from extproc.routing.pool import Endpoint, Pool
@@ -106,6 +107,8 @@ class Parts(msgspec.Struct, frozen=True):
     warm_up: WarmUp
     metrics: Metrics
     log: Logger
+    recent: Recent = msgspec.field(default_factory=Recent)
+    """What the live page shows of the last seconds."""
     clock: Callable[[], float] = time.monotonic
     loose_ends: set[asyncio.Task[None]] = msgspec.field(default_factory=set)
     """Tasks that outlive their request, to which nothing else refers."""
@@ -196,6 +199,7 @@ class Journey:
         if ticket is None or ticket.decode is None:
             return
         chosen = ticket.decode.address
+        self.parts.recent.answered(answer.status)
         if answer.served is not None and answer.served != chosen:
             self.parts.metrics.served_elsewhere.inc()
             self.parts.log.error("served_elsewhere", request_id=self.record.request_id, chosen=chosen, served=answer.served)
