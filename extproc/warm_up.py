@@ -65,6 +65,8 @@ class WarmUp:
         self._workers: dict[str, Worker] = {}
         self._since_s: dict[str, float] = {}
         """Workers that are not warm, and since when."""
+        self._unwarmed: set[str] = set()
+        """Workers that were given up on."""
         self._waiting: dict[asyncio.Future[None], Job] = {}
         self._transferred: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -110,6 +112,7 @@ class WarmUp:
             return
         seen = self._router.pool.version, self._pairs.changes
         if seen == self._seen:
+            self._give_up()
             self._let_go()
             return
         self._live = {each.address: each for each in self._router.pool.endpoints if each.live and not each.leaving}
@@ -141,6 +144,15 @@ class WarmUp:
         if changed:
             self._dispatcher.stir()
             self._on_change()
+
+    def _give_up(self) -> None:
+        """Say so once, when workers begin to be used that could not be warmed."""
+        now_s = self._clock()
+        late = {address for address in self._since_s if self._gave_up(address, now_s)}
+        if late - self._unwarmed:
+            self._log.error("serving_unwarmed", endpoints=sorted(late), why=dict(self._plan.why_cold()))
+            self._on_change()
+        self._unwarmed = late
 
     def took_transfer(self, address: str) -> bool:
         """Whether the decode worker has had a transfer of ours since this was last asked.
