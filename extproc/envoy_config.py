@@ -25,10 +25,13 @@ from envoy_data_plane.envoy.config.route import v3 as route
 from envoy_data_plane.envoy.extensions.access_loggers.filters.cel import v3 as cel
 from envoy_data_plane.envoy.extensions.access_loggers.stats import v3 as stats
 from envoy_data_plane.envoy.extensions.access_loggers.stream import v3 as stream
+from envoy_data_plane.envoy.extensions.content_parsers.json import v3 as json_parser
 from envoy_data_plane.envoy.extensions.filters.http.ext_proc import v3 as ext_proc
 from envoy_data_plane.envoy.extensions.filters.http.header_to_metadata import v3 as header_to_metadata
+from envoy_data_plane.envoy.extensions.filters.http.json_to_metadata import v3 as json_to_metadata
 from envoy_data_plane.envoy.extensions.filters.http.lua import v3 as lua
 from envoy_data_plane.envoy.extensions.filters.http.router import v3 as router
+from envoy_data_plane.envoy.extensions.filters.http.sse_to_metadata import v3 as sse_to_metadata
 from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager import v3 as hcm
 from envoy_data_plane.envoy.extensions.http.early_header_mutation.header_mutation import v3 as early
 from envoy_data_plane.envoy.extensions.load_balancing_policies.override_host import v3 as override_host
@@ -52,7 +55,9 @@ from extproc.headers import (
     ORIGIN_HEADER,
     ROUTING_HEADERS,
     SERVED_KEY,
+    TAGS_NAMESPACE,
     UPSTREAM_ATTRIBUTE,
+    USAGE_NAMESPACE,
 )
 from extproc.xds import endpoints_file
 
@@ -70,6 +75,8 @@ EXAMPLE = Config(
 DECODE_CLUSTER = "decode"
 PREFILL_CLUSTER = "prefill"
 EXTPROC_CLUSTER = "extproc"
+STATS_PREFIX = "baton"
+"""What the names of our own statistics in Envoy begin with."""
 ANY_DECODE_CLUSTER = "any_decode"
 """The decode workers in turn, while no filter is there."""
 
@@ -88,8 +95,9 @@ _EXTPROC_SLACK_S = 30.0
 # `x-baton-decision`.
 _MUTABLE_HEADERS = "content-(length|type)|retry-after|x-(request-id|gateway-d.*|kv-t.*|prefiller-h.*|baton-.*)"
 _SOCKET_MODE = 0o660
+# 45 ms and 2.5 s are common limits of ITL and TTFT.
 _BUCKETS_MS = (
-    *(5, 10, 25, 50, 75, 100, 150, 200, 300, 400, 500, 750, 1000, 1500, 2000, 3000, 5000, 7500),
+    *(5, 10, 25, 45, 50, 75, 100, 150, 200, 300, 400, 500, 750, 1000, 1500, 2000, 2500, 3000, 5000, 7500),
     *(10_000, 15_000, 20_000, 30_000, 60_000, 120_000, 300_000, 600_000),
 )
 
@@ -164,7 +172,7 @@ def _front(config: Config) -> listener.Listener:
     connections = hcm.HttpConnectionManager(
         stat_prefix="front",
         codec_type=hcm.HttpConnectionManagerCodecType.AUTO,
-        access_log=[_access_log(), _stats_log()],
+        access_log=[_access_log(), *(_stats_logs() if config.envoy.stats else [])],
         use_remote_address=True,
         generate_request_id=True,
         preserve_external_request_id=True,
@@ -184,7 +192,12 @@ def _front(config: Config) -> listener.Listener:
         early_header_mutation_extensions=[_strip_routing_headers(config)],
         local_reply_config=_local_replies(),
         route_config=_routes(*([_filter_down_route(config)] if _opens(config) else []), _decode_route(config)),
-        http_filters=[_ext_proc_filter(config), *([_filter_down()] if _opens(config) else []), _router()],
+        http_filters=[
+            _ext_proc_filter(config),
+            *([_filter_down()] if _opens(config) else []),
+            *([_usage()] if config.envoy.stats or config.envoy.access_log else []),
+            _router(),
+        ],
     )
     return _listener("front", _listen_address("envoy.listen", Address.parse(config.envoy.listen)), connections)
 
@@ -279,13 +292,35 @@ def _ext_proc_filter(config: Config) -> hcm.HttpFilter:
             message_timeout=_seconds(config.prefill.timeout_s + _EXTPROC_SLACK_S),
             status_on_error=types.HttpStatus(code=types.StatusCode.ServiceUnavailable),
             metadata_options=ext_proc.MetadataOptions(
-                receiving_namespaces=ext_proc.MetadataOptionsMetadataNamespaces(untyped=[LB_NAMESPACE]),
+                receiving_namespaces=ext_proc.MetadataOptionsMetadataNamespaces(untyped=[LB_NAMESPACE, TAGS_NAMESPACE]),
                 forwarding_namespaces=ext_proc.MetadataOptionsMetadataNamespaces(untyped=[LB_NAMESPACE]),
             ),
             response_attributes=[] if config.envoy.pin == "exact" else [UPSTREAM_ATTRIBUTE],
             mutation_rules=_mutation_rules(),
             allow_mode_override=True,
             failure_mode_allow=_opens(config),
+        ),
+    )
+
+
+def _usage() -> hcm.HttpFilter:
+    """Token counts of a streamed answer, where it states them, as metadata."""
+    rules = [
+        json_parser.JsonContentParserRuleConfig(
+            rule=json_to_metadata.JsonToMetadataRule(
+                selectors=[json_to_metadata.JsonToMetadataSelector(key=part) for part in path],
+                on_present=json_to_metadata.JsonToMetadataKeyValuePair(
+                    metadata_namespace=USAGE_NAMESPACE, key=key, type=json_to_metadata.JsonToMetadataValueType.NUMBER
+                ),
+            )
+        )
+        for key, path in _USAGE_PATHS
+    ]
+    parser = _extension("envoy.content_parsers.json", json_parser.JsonContentParser(rules=rules))
+    return _http_filter(
+        "envoy.filters.http.sse_to_metadata",
+        sse_to_metadata.SseToMetadata(
+            response_rules=sse_to_metadata.SseToMetadataProcessingRules(content_parser=parser, max_event_size=_MAX_EVENT_BYTES)
         ),
     )
 
@@ -491,6 +526,17 @@ _GENERATION_MS = "%COMMON_DURATION(US_RX_BODY_BEG:US_RX_END:ms)%"
 
 _HISTOGRAMS = {"ttft_ms": _TTFT_MS, "generation_ms": _GENERATION_MS}
 
+_TAGS = ("model", "policy", "mode")
+
+# Where a streamed answer states its tokens: OpenAI's chunks (the last, or all), its responses API, Anthropic's messages.
+_USAGE_PATHS = (
+    ("prompt_tokens", ("usage", "prompt_tokens")),
+    ("completion_tokens", ("usage", "completion_tokens")),
+)
+_USAGE_KEYS = tuple(dict.fromkeys(key for key, _ in _USAGE_PATHS))
+# One event of a stream may hold log probabilities, or the token ids of a long prompt.
+_MAX_EVENT_BYTES = 1 << 20
+
 _LOG_FIELDS = {
     "time": "%START_TIME%",
     "request_id": "%REQ(x-request-id)%",
@@ -521,23 +567,45 @@ def _access_log() -> accesslog.AccessLog:
     )
 
 
-def _stats_log() -> accesslog.AccessLog:
+def _stats_logs() -> list[accesslog.AccessLog]:
     whole = "response.code_details == 'via_upstream'"
     streamed = "response.headers['content-type'].startsWith('text/event-stream')"
-    histograms = [
-        stats.ConfigHistogram(stat=stats.ConfigStat(name=name), unit=stats.ConfigHistogramUnit.Milliseconds, value_format=value)
+    times = [
+        stats.ConfigHistogram(stat=_stat(name), unit=stats.ConfigHistogramUnit.Milliseconds, value_format=value)
         for name, value in _HISTOGRAMS.items()
     ]
-    return accesslog.AccessLog(
-        name="envoy.access_loggers.stats",
-        filter=_cel(f"{whole} && {streamed}"),
-        typed_config=protobuf.Any.pack(stats.Config(stats_scope=types.Scope(prefix="baton"), histograms=histograms)),
+    tokens = [stats.ConfigCounter(stat=_stat(key), value_format=_usage_value(key)) for key in _USAGE_KEYS]
+    requests = stats.ConfigCounter(
+        stat=_stat("requests", stats.ConfigTag(name="code", value_format="%RESPONSE_CODE%")), value_fixed=1
     )
+    return [
+        _stats_log("times", f"{whole} && {streamed}", stats.Config(histograms=times)),
+        _stats_log("tokens", f"'{USAGE_NAMESPACE}' in metadata.filter_metadata", stats.Config(counters=tokens)),
+        _stats_log("requests", None, stats.Config(counters=[requests])),
+    ]
+
+
+def _stats_log(name: str, when: str | None, config: stats.Config) -> accesslog.AccessLog:
+    config.stats_scope = types.Scope(prefix=STATS_PREFIX)
+    return accesslog.AccessLog(
+        name=f"envoy.access_loggers.stats.{name}",
+        filter=None if when is None else _cel(when),
+        typed_config=protobuf.Any.pack(config),
+    )
+
+
+def _stat(name: str, *more: stats.ConfigTag) -> stats.ConfigStat:
+    tags = [stats.ConfigTag(name=tag, value_format=f"%DYNAMIC_METADATA({TAGS_NAMESPACE}:{tag})%") for tag in _TAGS]
+    return stats.ConfigStat(name=name, tags=[*tags, *more])
+
+
+def _usage_value(key: str) -> str:
+    return f"%DYNAMIC_METADATA({USAGE_NAMESPACE}:{key})%"
 
 
 def _stats_config() -> metrics.StatsConfig:
     settings = metrics.HistogramBucketSettings(
-        match=matcher.StringMatcher(prefix="baton."), buckets=[float(bound) for bound in _BUCKETS_MS]
+        match=matcher.StringMatcher(prefix=f"{STATS_PREFIX}."), buckets=[float(bound) for bound in _BUCKETS_MS]
     )
     return metrics.StatsConfig(histogram_bucket_settings=[settings])
 

@@ -36,6 +36,7 @@ from extproc.forms import refuse_transfer_fields
 from extproc.headers import DECISION_HEADER, ROUTING_HEADERS
 from extproc.inference import InferenceRequest, parse
 from extproc.journey import Journey, OverError, Parts, Phase, ProtocolError, Record
+from extproc.observe.tags import UNKNOWN
 from extproc.paths import Treatment, treatment
 from extproc.policy import override_headers
 
@@ -80,10 +81,11 @@ class Filter:
                     await journey.to_the_end()
             except ApiError as error:
                 record.outcome, record.status = error.code, error.status
-                await stream.send(_error_reply(error, record.treatment))
+                await stream.send(_error_reply(error, journey))
             except RelayedError as error:
                 record.outcome, record.status = "prefill_refused", error.status
-                answer = wire.Immediate(error.status, error.body, "prefill_refused", error.content_type)
+                tags = journey.tags("none").as_dict()
+                answer = wire.Immediate(error.status, error.body, "prefill_refused", error.content_type, tags=tags)
                 await stream.send(wire.immediate_reply(answer))
             except wire.GoneError:
                 record.outcome = "cancelled"
@@ -98,7 +100,7 @@ class Filter:
                 record.outcome, record.status = "internal_error", 500
                 self._parts.log.exception("internal_error", request_id=record.request_id)
                 fault = ApiError("internal_error", f"Baton failed; request id {record.request_id}")
-                await stream.send(_error_reply(fault, record.treatment))
+                await stream.send(_error_reply(fault, journey))
             finally:
                 self.open_streams -= 1
                 self._note(record, self._parts.clock() - started)
@@ -124,16 +126,20 @@ class Filter:
         if how is Treatment.MODELS and (models := parts.pool.models()):
             record.outcome, record.status = "models", 200
             cards = parts.intake.names.cards(models)
-            await stream.send(wire.immediate_reply(wire.Immediate(200, _model_list(cards), "models")))
+            answer = wire.Immediate(200, _model_list(cards), "models", tags=UNKNOWN.as_dict())
+            await stream.send(wire.immediate_reply(answer))
             return
         if head.end_of_stream:
             if how.apart:
                 raise ApiError("empty_body", "the request needs a JSON body")
             decode = journey.place_other()
             record.outcome = "whole"
-            await stream.send(wire.headers_reply(wire.Mutation(remove_headers=forbidden, destination=decode.address)))
+            tags = journey.tags("other").as_dict()
+            change = wire.Mutation(remove_headers=forbidden, destination=decode.address, tags=tags)
+            await stream.send(wire.headers_reply(change))
         else:
-            await stream.send(wire.headers_reply(wire.Mutation(remove_headers=forbidden, watch_answer=how.apart)))
+            change = wire.Mutation(remove_headers=forbidden, watch_answer=how.apart, tags=UNKNOWN.as_dict())
+            await stream.send(wire.headers_reply(change))
             body = (await journey.expect(Phase.BODY, wire.RequestBody)).body
             record.body_bytes = len(body)
             if len(body) > limits.max_body_bytes:
@@ -165,7 +171,8 @@ class Filter:
             decode = journey.place_other(len(body))
             record.outcome = "whole"
             clean = request.clean_body() if request else None
-            await stream.send(wire.body_reply(wire.Mutation(body=clean, destination=decode.address)))
+            tags = journey.tags("other").as_dict()
+            await stream.send(wire.body_reply(wire.Mutation(body=clean, destination=decode.address, tags=tags)))
 
     async def _serve_prompt(self, journey: Journey, headers: dict[str, str], request: InferenceRequest) -> None:
         """Send the prompt to its workers, with a handoff where that is worth it and nothing is against it."""
@@ -186,6 +193,7 @@ class Filter:
         for name in asked.resolved.ignored_overrides:
             parts.metrics.ignored_overrides.labels(name).inc()
         request, job, record.whole_reason = asked.request, asked.job, asked.whole_reason
+        journey.job = job
         try:
             ticket = await journey.place(job)
         except ApiError as error:
@@ -224,7 +232,8 @@ class Filter:
         parts.metrics.whole.labels(record.whole_reason).inc()
         parts.recent.whole()
         record.outcome = "whole"
-        await journey.stream.send(wire.body_reply(wire.Mutation(body=request.clean_body(), destination=decode.address)))
+        change = wire.Mutation(body=request.clean_body(), destination=decode.address, tags=journey.tags("aggregate").as_dict())
+        await journey.stream.send(wire.body_reply(change))
 
     def _timeout_s(self, headers: dict[str, str]) -> float:
         configured_s = self._parts.config.prefill.timeout_s
@@ -249,10 +258,11 @@ class Filter:
         self._parts.log.info("request", **fields, total_ms=round(seconds * 1e3, 1))
 
 
-def _error_reply(error: ApiError, how: Treatment | None) -> Any:
-    body = error.anthropic_body() if how is Treatment.MESSAGES else error.openai_body()
+def _error_reply(error: ApiError, journey: Journey) -> Any:
+    body = error.anthropic_body() if journey.record.treatment is Treatment.MESSAGES else error.openai_body()
     headers = {} if error.retry_after_s is None else {"retry-after": str(math.ceil(error.retry_after_s))}
-    return wire.immediate_reply(wire.Immediate(error.status, body, error.code, headers=headers))
+    tags = journey.tags("none").as_dict()
+    return wire.immediate_reply(wire.Immediate(error.status, body, error.code, headers=headers, tags=tags))
 
 
 def _model_list(models: dict[str, bytes]) -> bytes:

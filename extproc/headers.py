@@ -19,6 +19,13 @@ LB_NAMESPACE: Final = "envoy.lb"
 SERVED_KEY: Final = f"{DESTINATION_HEADER}-served"
 """In the same namespace: where the load balancer notes which worker it took."""
 
+TAGS_NAMESPACE: Final = "baton"
+"""The dynamic-metadata namespace in which the filter notes how a request is served, for Envoy's statistics and logs. No client
+can write there."""
+
+USAGE_NAMESPACE: Final = "baton.usage"
+"""The dynamic-metadata namespace in which Envoy notes the token counts that a streamed answer states."""
+
 UPSTREAM_ATTRIBUTE: Final = "upstream.address"
 """Envoy's name for the address of the worker that it connected to."""
 

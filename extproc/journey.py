@@ -24,6 +24,7 @@ from extproc.handoff import Connector
 from extproc.intake import Intake
 from extproc.observe.logs import Logger
 from extproc.observe.metrics import Metrics
+from extproc.observe.tags import NONE, OTHER, Mode, Tags
 from extproc.paths import Treatment
 from extproc.prompt import BytesPerToken
 from extproc.recent import Recent
@@ -122,6 +123,8 @@ class Journey:
         self.stream = stream
         self.held = held
         self.record = Record()
+        self.job: Job | None = None
+        """What the router is asked for, once the request is read."""
         self.ticket: Ticket | None = None
         self.on_answer: Callable[[wire.ResponseHeaders], None] | None = None
         """Told the start of the answer, where Envoy was asked to show it."""
@@ -193,6 +196,18 @@ class Journey:
         self.on_answer = self.answered
         return ticket
 
+    def tags(self, mode: Mode) -> Tags:
+        """How the request is served, for statistics and logs."""
+        return Tags(self._model_label(), NONE if self.job is None else self.job.aims.policy, mode)
+
+    def _model_label(self) -> str:
+        model = None if self.job is None else self.job.model
+        if model is None:
+            return NONE
+        decode = None if self.ticket is None else self.ticket.decode
+        known = self.parts.pool.models() if decode is None else decode.models or ()
+        return model if model in known else OTHER
+
     def answered(self, answer: wire.ResponseHeaders) -> None:
         """The start of the answer says how the decode worker is, and whether it is the one that was chosen."""
         ticket = self.ticket
@@ -209,7 +224,7 @@ class Journey:
     def place_other(self, size_bytes: int = 0) -> Endpoint:
         """A decode worker for what is no prompt, at once. Raises ApiError."""
         now_s = self.parts.clock()
-        job = Job(
+        job = self.job = Job(
             model=None,
             chain=_NO_CHAIN,
             tokens=max(size_bytes // 4, 1),

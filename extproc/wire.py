@@ -18,7 +18,14 @@ from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as pb_grpc
 from envoy.type.v3 import http_status_pb2
 
-from extproc.headers import DESTINATION_HEADER, FILTER_REPLY_DETAILS, LB_NAMESPACE, SERVED_KEY, UPSTREAM_ATTRIBUTE
+from extproc.headers import (
+    DESTINATION_HEADER,
+    FILTER_REPLY_DETAILS,
+    LB_NAMESPACE,
+    SERVED_KEY,
+    TAGS_NAMESPACE,
+    UPSTREAM_ATTRIBUTE,
+)
 
 SERVICE_NAME = "envoy.service.ext_proc.v3.ExternalProcessor"
 
@@ -82,6 +89,8 @@ class Mutation(msgspec.Struct, frozen=True):
     """The new body; None leaves it as it is."""
     destination: str | None = None
     """``ip:port`` of the worker that gets the request: header and dynamic metadata alike."""
+    tags: Mapping[str, str] = {}
+    """How the request is served, for Envoy's statistics and logs: dynamic metadata, of which no peer sees anything."""
     watch_answer: bool = False
     """Ask Envoy for the start of the answer, which it does not show by default. Only with the request's headers."""
 
@@ -96,6 +105,8 @@ class Immediate(msgspec.Struct, frozen=True):
     content_type: str = "application/json"
     headers: Mapping[str, str] = {}
     """Others, such as ``retry-after``. Envoy's configuration says which ones the filter may set."""
+    tags: Mapping[str, str] = {}
+    """As those of a mutation."""
 
 
 class GoneError(Exception):
@@ -192,6 +203,7 @@ def _fill(reply: Any, phase: Any, mutation: Mutation) -> None:
         headers[DESTINATION_HEADER] = mutation.destination
         metadata = reply.dynamic_metadata.fields[LB_NAMESPACE].struct_value
         metadata.fields[DESTINATION_HEADER].string_value = mutation.destination
+    _set_tags(reply, mutation.tags)
     _set_headers(common.header_mutation, headers)
     common.header_mutation.remove_headers.extend(mutation.remove_headers)
 
@@ -204,6 +216,7 @@ def immediate_reply(answer: Immediate) -> Any:
     immediate.body = answer.body
     immediate.details = f"{FILTER_REPLY_DETAILS}_{answer.code}"
     _set_headers(immediate.headers, {"content-type": answer.content_type, **answer.headers})
+    _set_tags(reply, answer.tags)
     return reply
 
 
@@ -213,6 +226,13 @@ def answer_reply(_: ResponseHeaders, set_headers: Mapping[str, str]) -> Any:
     reply.response_headers.SetInParent()
     _set_headers(reply.response_headers.response.header_mutation, set_headers)
     return reply
+
+
+def _set_tags(reply: Any, tags: Mapping[str, str]) -> None:
+    if tags:
+        fields = reply.dynamic_metadata.fields[TAGS_NAMESPACE].struct_value.fields
+        for name, value in tags.items():
+            fields[name].string_value = value
 
 
 def _set_headers(mutation: Any, headers: Mapping[str, str]) -> None:
