@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 
 from extproc.yaml_lines import Step, path_of
 
@@ -78,11 +78,3 @@ def replaced(text: str, env: Mapping[str, str]) -> str:
         return word if how.endswith("-") else ""
 
     return _VARIABLE.sub(value, text)
-
-
-def variables(texts: Iterable[str]) -> Iterator[str]:
-    """Names of the variables in these texts."""
-    for text in texts:
-        for match in _VARIABLE.finditer(text):
-            if name := match["bare"] or match["name"]:
-                yield name
