@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from typing import TypeVar
 
 import msgspec
@@ -141,10 +142,11 @@ class Line:
             raise MeasureError(f"{self.peer}: {_words(error, timeout_s)}") from None
 
     def receive(self, kind: type[T], timeout_s: float) -> T:
-        """The next line. Raises MeasureError, also for what is no such message, or one that is too long."""
-        self._connection.settimeout(timeout_s)
+        """The next line, whole within ``timeout_s``. Raises MeasureError, also for what is no such message, or too long."""
+        deadline = time.monotonic() + timeout_s
         while b"\n" not in self._buffer:
             try:
+                self._connection.settimeout(max(0.001, deadline - time.monotonic()))
                 part = self._connection.recv(64 << 10)
             except OSError as error:
                 raise MeasureError(f"{self.peer}: {_words(error, timeout_s)}") from None

@@ -43,7 +43,7 @@ def read(task: Task, say: Callable[[str], None]) -> Result:
             ),
             _CONNECT_TIMEOUT_S,
         )
-        offer = line.receive(Offer, _ANSWER_TIMEOUT_S)
+        offer = line.receive(Offer, min(_ANSWER_TIMEOUT_S, max(1.0, deadline - time.monotonic())))
         if tool == "nixl":
             first_s, latency_s, samples = _by_nixl(task, offer, deadline, say)
         else:

@@ -34,9 +34,9 @@ def run(task: Task, *, env: Mapping[str, str], say: Callable[[str], None]) -> Re
             env={**os.environ, **env},
             start_new_session=True,
         )
+        assert process.stdin is not None
+        assert process.stdout is not None
         try:
-            assert process.stdin is not None
-            assert process.stdout is not None
             process.stdin.write(msgspec.json.encode(task))
             process.stdin.close()
             return _follow(process.stdout, task.seconds + _MARGIN_S, say, errors)
@@ -46,6 +46,7 @@ def run(task: Task, *, env: Mapping[str, str], say: Callable[[str], None]) -> Re
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+            process.stdout.close()
 
 
 def _follow(pipe: IO[bytes], seconds: float, say: Callable[[str], None], errors: IO[bytes]) -> Result | None:
