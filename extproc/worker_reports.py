@@ -48,7 +48,9 @@ def check(names: Sequence[str], model: str | None = None) -> list[Checked]:
 
 def check_table(checked: Checked) -> Table:
     """The findings of one pair, worst first."""
-    table = Table("severity", "rule", "prefill", "decode", "why", "source", "fix", box=None, pad_edge=False, show_lines=True)
+    table = Table(box=None, pad_edge=False)
+    for heading in ("severity", "rule", "prefill", "decode", "why", "source", "fix"):
+        table.add_column(heading, overflow="fold")
     for each in checked.found:
         colour = _COLOURS[each.severity]
         row = (each.rule, each.prefill, each.decode, each.why, each.source, each.fix)
@@ -65,7 +67,7 @@ def check_json(checked: Sequence[Checked]) -> str:
 def profiles_table(names: Sequence[str]) -> Table:
     """One line a profile. Raises ProfileError."""
     headings = ("profile", "model", "hardware", "GPUs prefill", "GPUs decode", "source", "run here")
-    table = Table(*headings, box=None, pad_edge=False, show_lines=True)
+    table = Table(*headings, box=None, pad_edge=False)
     for name in names:
         profile = load_profile(name)
         gpus = {role: str(_gpus(profile, role)) for role in ("prefill", "decode", *profile.decode_variants)}
