@@ -13,7 +13,7 @@ from extproc.cli import app
 from extproc.cli_preflight import model_of
 from tests.cases.preflight import load
 from workers import preflight
-from workers.preflight import Ask, Severity
+from workers.preflight import Ask
 from workers.preflight.of_worker import ask_of
 from workers.spec import WorkerSpec
 
@@ -193,4 +193,5 @@ def test_the_settings_of_a_worker_are_the_question(tmp_path: Path) -> None:
         kv_lease_s=90,
     )
     report = preflight.run(ask, root=tmp_path, env={}, runner=load("h100_infiniband").runner)
-    assert report.worst is Severity.OK
+    ports = [finding.found for finding in report.findings if finding.id == "worker.port"]
+    assert ports == ["HTTP port 8200 is free", "kv_events_port 5557, rank 0: port 5557 is free"]

@@ -74,6 +74,11 @@ def direct(facts: Facts) -> Direct:
     return Direct.DMABUF if any(told) else Direct.NO
 
 
+def kind_of(port: RdmaPort) -> str:
+    """RoCE, InfiniBand, or RDMA of another kind (EFA)."""
+    return "RoCE" if port.roce else "InfiniBand" if port.link_layer == "InfiniBand" else "RDMA"
+
+
 def rails_bytes_per_s(facts: Facts, ask: Ask) -> float:
     """All NICs that the worker's GPUs can use at once: one a GPU at most."""
     return sum(port.rate_gbit_per_s for port in usable_ports(facts, ask)[: ask.tensor_parallel]) * 1e9 / 8
@@ -97,7 +102,9 @@ def route_of(facts: Facts, ask: Ask, measurement: Measurement | None) -> Route:
     """Measured before stated before derived."""
     name, bytes_per_s, source = _derived(facts, ask)
     if measurement is not None:
-        return Route(name=name, bytes_per_s=measurement.bytes_per_s, source=f"measured with {measurement.tool}")
+        rails = max(1, len(usable_ports(facts, ask)[: ask.tensor_parallel])) if rdma_works(facts, ask) else 1
+        each = f" on one of {rails} NICs" if rails > 1 else ""
+        return Route(name=name, bytes_per_s=measurement.bytes_per_s * rails, source=f"measured with {measurement.tool}{each}")
     if ask.bandwidth_bytes_per_s is not None:
         return Route(name=name, bytes_per_s=ask.bandwidth_bytes_per_s, source="stated")
     return Route(name=name, bytes_per_s=bytes_per_s, source=source)
@@ -114,7 +121,7 @@ def _derived(facts: Facts, ask: Ask) -> tuple[str, float, str]:
             return "shared memory", numbers.STAGED_BYTES_PER_S, "a guess"
     if rdma_works(facts, ask):
         rails = rails_bytes_per_s(facts, ask)
-        kind = "RoCE" if usable_ports(facts, ask)[0].roce else "InfiniBand"
+        kind = kind_of(usable_ports(facts, ask)[0])
         if ask.device == "gpu" and direct(facts) is Direct.NO:
             return f"{kind} through host memory", min(rails, staged_bytes_per_s(ask)), "what host staging commonly gives"
         return kind, rails, "rate of the links"

@@ -35,14 +35,9 @@ def as_text(report: Report) -> RenderableType:
 
 def summary(report: Report) -> Text:
     """One line."""
+    names = {Severity.ERROR: "error", Severity.WARN: "warning", Severity.INFO: "note"}
     counts = ", ".join(
-        f"{report.counts[severity]} {name}"
-        for severity, name in (
-            (Severity.ERROR, "errors"),
-            (Severity.WARN, "warnings"),
-            (Severity.INFO, "notes"),
-            (Severity.OK, "fine"),
-        )
+        f"{report.counts[severity]} {name}{'' if report.counts[severity] == 1 else 's'}" for severity, name in names.items()
     )
     verdict = {
         Severity.ERROR: "not ready: the errors above come first",
@@ -50,7 +45,7 @@ def summary(report: Report) -> Text:
         Severity.INFO: "ready",
         Severity.OK: "ready",
     }[report.worst]
-    return Text(f"{verdict} ({counts})", style=_COLOURS[report.worst])
+    return Text(f"{verdict} ({counts}, {report.counts[Severity.OK]} fine)", style=_COLOURS[report.worst])
 
 
 def _findings(findings: tuple[Finding, ...]) -> Table:

@@ -20,7 +20,7 @@ def table(ask: Ask, route: Route) -> tuple[Handoff, ...]:
     lengths = [tokens for tokens in numbers.HANDOFF_TOKENS if longest is None or tokens <= longest]
     if longest is not None and not lengths:
         lengths = [longest]
-    # Every rank has its own part and its own way; what is not divided goes over each of them in whole.
+    # Every GPU fetches its part; with fewer heads than GPUs, or a latent cache, several fetch the same.
     ranks = min(ask.tensor_parallel, ask.model.kv_heads)
     rows = []
     for tokens in lengths:
@@ -29,7 +29,7 @@ def table(ask: Ask, route: Route) -> tuple[Handoff, ...]:
             Handoff(
                 tokens=tokens,
                 size_bytes=size_bytes,
-                route_s=size_bytes / route.bytes_per_s,
+                route_s=size_bytes * ask.tensor_parallel / ranks / route.bytes_per_s,
                 staged_s=size_bytes / (numbers.STAGED_BYTES_PER_S * ranks),
                 direct_s=size_bytes / (numbers.DIRECT_BYTES_PER_S * ranks),
             )

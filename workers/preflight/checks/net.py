@@ -17,7 +17,7 @@ def check(facts: Facts, ask: Ask) -> list[Finding]:
     """All findings about addresses and ports."""
     findings = _host(facts, ask)
     ports = (("side_channel.port", _side_channel_port(facts, ask), "side-channel port"), ("worker.port", ask.port, "HTTP port"))
-    for kind, port, name in (*ports, *(("worker.port", port, what) for port, what in ask.more_ports)):
+    for kind, port, name in (*ports, *(("worker.port", port, f"{what}: port") for port, what in ask.more_ports)):
         if port is not None:
             findings.append(_free(kind, port, name, facts, ask))
     return findings + [_reached(dial) for dial in facts.dials]

@@ -7,7 +7,7 @@ from workers.preflight.ask import Ask
 from workers.preflight.facts import Facts, RdmaPort
 from workers.preflight.findings import Finding, Severity
 from workers.preflight.identity import on_one_host
-from workers.preflight.routes import net_devices, rdma_wanted, usable_ports, wanted
+from workers.preflight.routes import kind_of, net_devices, rdma_wanted, usable_ports, wanted
 from workers.preflight.transports import RDMA, expand, matches
 
 _SLOW_GBIT_PER_S = 100.0
@@ -72,7 +72,7 @@ def _ports(facts: Facts, ask: Ask) -> list[Finding]:
             )
         )
         return findings
-    described = ", ".join(f"{port.name} {_kind(port)} {port.rate_gbit_per_s:g} Gb/s" for port in active)
+    described = ", ".join(f"{port.name} {kind_of(port)} {port.rate_gbit_per_s:g} Gb/s" for port in active)
     findings.append(Finding(id="rdma.ports", severity=Severity.OK, found=f"active: {described}"))
     if down:
         findings.append(
@@ -98,10 +98,6 @@ def _ports(facts: Facts, ask: Ask) -> list[Finding]:
             )
         )
     return findings
-
-
-def _kind(port: RdmaPort) -> str:
-    return "RoCE" if port.roce else port.link_layer
 
 
 def _nodes(facts: Facts) -> list[Finding]:

@@ -171,6 +171,12 @@ def _by_perftest(
         say(f"{numbers.size(size_bytes)} at once")
         median_s, bytes_per_s = run(size_bytes, 10)
         samples.append(
-            Sample(size_bytes=size_bytes, descriptors=1, median_s=median_s, best_bytes_per_s=bytes_per_s, transfers=10)
+            Sample(
+                size_bytes=size_bytes,
+                descriptors=1,
+                median_s=median_s,
+                best_bytes_per_s=max(bytes_per_s, size_bytes / median_s),
+                transfers=10,
+            )
         )
     return first_s, latency_s, tuple(samples)
