@@ -15,6 +15,7 @@ from workers.address import routable
 from workers.model import SMOLLM2, ModelError, resolve, smollm2_folder
 from workers.own_address import own_address
 from workers.profile import Profile, worker_spec
+from workers.shell import is_secret
 from workers.sim import command as sim
 from workers.spec import Command, Role, WorkerSpec
 
@@ -95,6 +96,9 @@ def plan(
         command = _COMMANDS[engine](spec)
     except ValueError as error:
         raise LaunchError(str(error)) from error
+    notes += _replaced(command, environ, given=dict(spec.env))
+    if role == "prefill" and profile.cache is not None and spec.cache_server is None and engine == "vllm":
+        notes.append("the profile describes an LMCache server for prefill workers, and none is named: --cache-server")
     return Plan(
         spec=spec,
         command=command,
@@ -103,6 +107,15 @@ def plan(
         notes=tuple(notes),
         grace_s=spec.shutdown_timeout_s + _TEARDOWN_S,
     )
+
+
+def _replaced(command: Command, environ: Mapping[str, str], *, given: Mapping[str, str]) -> list[str]:
+    """Notes on inherited variables that the engine gets another value of; secrets are not shown."""
+    return [
+        f"{name} is {value} for the engine, not {environ[name]} as in the environment"
+        for name, value in command.env.items()
+        if environ.get(name, value) != value and not (name in given or is_secret(name))
+    ]
 
 
 def _for_vllm(

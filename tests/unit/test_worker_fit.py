@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -156,6 +158,17 @@ def test_the_worst_comes_first_and_sets_the_exit_status() -> None:
     assert [each.rule for each in broken] == ["kv-dtype", "lease"]
     assert (fit.exit_status([]), fit.exit_status(warned), fit.exit_status(warned, strict=True)) == (0, 0, 1)
     assert fit.exit_status(broken) == 2
+
+
+def test_every_rule_has_a_wrong_example_and_a_line_in_the_docs() -> None:
+    repository = Path(__file__).parents[2]
+    code = "".join(file.read_text() for file in (repository / "workers/fit").glob("*.py"))
+    # A rule's name is the first argument of what makes a finding.
+    made = re.findall(r"(?:misfit|_differs)\(\s*\"([a-z-]+)\"|rule=\"([a-z-]+)\"", code)
+    known = {first or second for first, second in made}
+    assert known == {rule for rule, *_ in WRONG} | {"block-hash-seed"}
+    table = (repository / "docs/workers.md").read_text().rpartition("| rule |")[2]
+    assert set(re.findall(r"`([a-z-]+)`", table.replace("`fail`", ""))) >= known
 
 
 def run(*arguments: str) -> tuple[int, str]:

@@ -140,6 +140,21 @@ def test_the_launcher_waits_longer_than_the_engine_drains() -> None:
     assert made.grace_s > 90
 
 
+def test_an_inherited_variable_that_is_not_used_is_said() -> None:
+    made = make(environ={"UCX_TLS": "rc", "VLLM_NIXL_SIDE_CHANNEL_PORT": "7777", "PYTHONHASHSEED": "0"}, ucx_tls="rc,cuda_copy")
+    assert "UCX_TLS is rc,cuda_copy for the engine, not rc as in the environment" in made.notes
+    assert any(note.startswith("VLLM_NIXL_SIDE_CHANNEL_PORT is 5600") for note in made.notes)
+    assert not any("PYTHONHASHSEED" in note for note in made.notes), "it is the same"
+    assert "UCX_TLS" not in make(environ={"UCX_TLS": "rc"}).command.env, "and what nothing else is said of is inherited"
+
+
+def test_a_prefill_worker_whose_profile_has_a_cache_says_where_to_name_the_server() -> None:
+    profile = load_profile("llama-3.3-70b-h200")
+    ask: dict[str, Any] = {"environ": {}, "prepare": False}
+    told = [plan(profile, "prefill", changes=HOST | more, **ask).notes for more in ({}, {"cache_server": "10.0.0.9:5555"})]
+    assert [any("--cache-server" in note for note in notes) for notes in told] == [True, False]
+
+
 # --- secrets --------------------------------------------------------------------------------------------------------------
 
 
