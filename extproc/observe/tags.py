@@ -6,11 +6,11 @@ from typing import Final, Literal
 
 import msgspec
 
-Mode = Literal["disaggregate", "aggregate", "other", "none"]
-"""Prefilled and decoded by two workers, or by one; no prompt, and passed on; answered by the filter, or not yet decided."""
+Mode = Literal["disaggregate", "aggregate", "none"]
+"""Prefilled and decoded by two workers, or by one; no prompt, or not placed (yet)."""
 
-NONE: Final = "none"
-"""The request names none, or nobody has read it yet."""
+NONE: Final = "-"
+"""There is none, or nobody has read it yet."""
 
 OTHER: Final = "other"
 """A name that no live worker serves: a client chose it, so it is no label."""
@@ -24,10 +24,12 @@ class Tags(msgspec.Struct, frozen=True):
     policy: str = NONE
     """Name of a rule, ``default``, ``other`` (no prompt), or :data:`NONE`."""
     mode: Mode = "none"
+    tenant: str = NONE
+    """One of the first tenants that came, or :data:`OTHER`, or :data:`NONE`."""
 
     def as_dict(self) -> dict[str, str]:
         """For Envoy's dynamic metadata."""
-        return {"model": self.model, "policy": self.policy, "mode": self.mode}
+        return {"model": self.model, "policy": self.policy, "mode": self.mode, "tenant": self.tenant}
 
 
 UNKNOWN: Final = Tags()

@@ -1,0 +1,179 @@
+"""Envoy's access log service: what became of every request, in the eyes of who spoke with the client.
+
+Envoy sends its lines in batches, and forgets them where they cannot be sent. So the filter keeps a note of every request until
+its line has come, and counts the ones that do not come in time. Nothing waits for a line, and nothing breaks without one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final
+
+import grpc.aio
+import msgspec
+from envoy.service.accesslog.v3 import als_pb2
+
+from extproc.observe.log_lines import SERVICE, Line, lines
+from extproc.observe.logs import Logger
+from extproc.observe.tags import OTHER, UNKNOWN, Tags
+
+LATE_S: Final = 10.0
+"""A line that has not come so long after its request's end is lost."""
+
+_MAX_NOTES = 200_000
+"""Requests of which a line is awaited; of others nobody would notice that it is missing."""
+_SWEEP_S = 1.0
+_QUIET_S = 1.5
+"""Longer than Envoy keeps a batch."""
+
+
+class Note(msgspec.Struct, kw_only=True):
+    """One request, from its headers to its line in the log."""
+
+    key: str
+    """Its name between the filter and Envoy; no client knows or chooses it."""
+    tags: Tags = UNKNOWN
+    tenant: str = ""
+    """Label of the tenant, bounded; empty: none."""
+    reported: bool = False
+    """The line has come."""
+
+
+class AccessLog:
+    """Receives the lines of any number of Envoys. ``told`` gets each one, with the labels that hold for it."""
+
+    def __init__(
+        self,
+        *,
+        expected: bool,
+        told: Callable[[Line, Note], None],
+        log: Logger,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``expected``: Envoy is configured to send lines, so that a missing one is a loss."""
+        self.expected = expected
+        self._told = told
+        self._log = log
+        self._clock = clock
+        self._names = (f"{os.urandom(4).hex()}-{number}" for number in itertools.count())
+        self._notes: dict[str, Note] = {}
+        self._ended: deque[tuple[float, str]] = deque()
+        self._closing = asyncio.Event()
+        self.streams = 0
+        """Envoys (or rather their threads) that are connected."""
+        self.received = 0
+        """Lines that came."""
+        self.foreign = 0
+        """Of these, lines of requests that another filter served, or none."""
+        self.lost = 0
+        """Lines that did not come in time."""
+
+    # -- a request ---------------------------------------------------------------------------------------------------------
+
+    def begin(self) -> Note:
+        """A request is there."""
+        note = Note(key=next(self._names))
+        if self.expected and len(self._notes) < _MAX_NOTES:
+            self._notes[note.key] = note
+        return note
+
+    def end(self, note: Note) -> None:
+        """The filter has done with it: its line is due."""
+        if note.key in self._notes:
+            self._ended.append((self._clock() + LATE_S, note.key))
+
+    # -- Envoy -------------------------------------------------------------------------------------------------------------
+
+    def register(self, server: Any) -> None:
+        """Serve on a grpc.aio server."""
+        handler = grpc.stream_unary_rpc_method_handler(
+            self._serve,
+            request_deserializer=als_pb2.StreamAccessLogsMessage.FromString,
+            response_serializer=als_pb2.StreamAccessLogsResponse.SerializeToString,
+        )
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"StreamAccessLogs": handler}),))
+
+    async def _serve(self, _: Any, context: Any) -> Any:
+        self.streams += 1
+        if self.streams == 1:
+            self._log.info("access_log_connected", expected=self.expected)
+        closing = asyncio.ensure_future(self._closing.wait())
+        try:
+            while not self._closing.is_set():
+                read = asyncio.ensure_future(context.read())
+                try:
+                    await asyncio.wait((read, closing), return_when=asyncio.FIRST_COMPLETED)
+                    if not read.done():
+                        break
+                    message = read.result()
+                finally:
+                    read.cancel()
+                if message is grpc.aio.EOF:
+                    break
+                self.take(message)
+        except grpc.aio.BaseError:
+            pass  # Envoy is gone; it connects again when it has something to say
+        finally:
+            closing.cancel()
+            self.streams -= 1
+            if not self.streams and not self._closing.is_set():
+                self._log.warning("access_log_disconnected", lines=self.received, lost=self.lost)
+        return als_pb2.StreamAccessLogsResponse()
+
+    def take(self, message: als_pb2.StreamAccessLogsMessage) -> None:
+        """One batch. A line that makes no sense is left out, and the others are read."""
+        for line in lines(message):
+            self.received += 1
+            note = self._notes.pop(line.key, None)
+            if note is None:
+                self.foreign += 1
+                note = Note(key=line.key, tags=_foreign(line))
+            note.reported = True
+            self._told(line, note)
+
+    # -- time --------------------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Look for lines that are lost, until cancelled."""
+        while True:
+            await asyncio.sleep(_SWEEP_S)
+            self.sweep()
+
+    def sweep(self) -> None:
+        """Count what is overdue."""
+        now_s, lost = self._clock(), 0
+        while self._ended and self._ended[0][0] <= now_s:
+            lost += self._notes.pop(self._ended.popleft()[1], None) is not None
+        if lost:
+            self.lost += lost
+            self._log.warning("access_log_lines_lost", lines=lost, connected=self.streams)
+
+    async def close(self, quiet: Callable[[], bool]) -> None:
+        """End the streams once no request is open (``quiet``) and the last lines are here, or have had their time."""
+        while not quiet():
+            await asyncio.sleep(0.05)
+        last_s = self._clock() + _QUIET_S
+        while self._notes and self.streams and self._clock() < last_s:
+            await asyncio.sleep(0.05)
+        self._closing.set()
+
+    def status(self) -> dict[str, Any]:
+        """For `/healthz`: whether Envoy reports, and what is missing without it."""
+        state = "connected" if self.streams else "awaited" if self.expected else "off"
+        return {
+            "state": state,
+            "lines": self.received,
+            "lost": self.lost,
+            **({} if self.streams else {"without_it": "no TTFT, no ITL, no client that left during an answer"}),
+        }
+
+
+def _foreign(line: Line) -> Tags:
+    """Labels of a request that this process does not know: names from outside, so only those of a fixed set are kept."""
+    mode = line.tags.get("mode")
+    return Tags(OTHER, OTHER, mode if mode in ("disaggregate", "aggregate") else "none")  # type: ignore[arg-type]
