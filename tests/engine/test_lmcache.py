@@ -319,8 +319,8 @@ def test_the_filter_shows_what_the_cache_server_had(cached: Cached, tiny_model: 
     prompt = long_prompt(41)
     ask_and_let_store(cached, prompt, tiny_model)
     until(lambda: cached.shown("up") == 1, 20)
-    # The filter has seen all that happened so far.
-    until(lambda: shown_status(cached)["hit_tokens"] == cached.server.total("lookup_hit_tokens_total"), 20)
+    # The filter has seen all that happened so far; the last of it was a lookup.
+    until(lambda: shown_status(cached)["lookup_tokens"] == cached.server.total("lookup_requested_tokens_total"), 20)
     hits, lookups = cached.shown("hit_tokens_total"), cached.shown("lookup_tokens_total")
     forget_prefixes(cached.prefill_url, cached.decode_url)
 
@@ -338,7 +338,7 @@ def shown_status(cached: Cached) -> dict[str, Any]:
     with urllib.request.urlopen(f"{cached.admin_url}/healthz", timeout=10) as reply:
         shown = json.load(reply)
     assert shown["ready"]
-    status: dict[str, Any] = {"hit_tokens": None, **shown["cache_servers"][cached.server.address]}
+    status: dict[str, Any] = {"lookup_tokens": None, **shown["cache_servers"][cached.server.address]}
     return status
 
 
