@@ -162,6 +162,8 @@ def _take_secrets(arguments: Sequence[str], notes: list[str]) -> tuple[tuple[str
                 raise LaunchError(f"{flag}: a value is missing")
             value = arguments[index]
             index += 1
+            if index < len(arguments) and not arguments[index].startswith("-"):
+                raise LaunchError(f"{flag}: one value; vLLM takes several on the command line only, where all users see them")
         found[_SECRET_FLAGS[flag]] = value
         notes.append(f"{flag} is handed over as {_SECRET_FLAGS[flag]}, which the process list does not show")
     return tuple(rest), found

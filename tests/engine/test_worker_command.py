@@ -23,15 +23,33 @@ from workers.lmcache import connector
 from workers.ready import free_ports
 from workers.spec import Command
 
-_WITH_CACHE = ("default", "prefill")
+_PLAIN = ("default", "prefill")
+_EVERYTHING: dict[str, Any] = {
+    "quantization": "fp8",
+    "dtype": "bfloat16",
+    "attention_backend": "FLASHINFER",
+    "enforce_eager": True,
+    "hybrid_kv_cache_manager": True,
+    "speculative": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4},
+    "data_parallel_size": 4,
+    "data_parallel_rank": 1,
+    "data_parallel_address": "10.0.0.6",
+    "data_parallel_rpc_port": 13345,
+    "device_ids": (3,),
+    "kv_events_topic": "kv",
+    "prefix_caching": False,
+    "gpu_memory_utilization": 0.85,
+}
+"""What no profile of ours says."""
 
 
 @pytest.fixture(scope="module")
 def commands() -> list[tuple[str, Command]]:
     """Every profile's, and one with a cache server."""
     made = [(f"{name}:{role}", planned(name, role).command) for name, role in all_roles()]
-    cached = planned(*_WITH_CACHE, cache_server="10.0.0.9:5555")
-    return [*made, ("cache server", cached.command)]
+    whole = planned(*_PLAIN, **_EVERYTHING)
+    cached = planned(*_PLAIN, cache_server="10.0.0.9:5555")
+    return [*made, ("everything", whole.command), ("cache server", cached.command)]
 
 
 @pytest.fixture(scope="module")

@@ -169,6 +169,13 @@ def test_a_key_is_in_neither_the_process_list_nor_the_text(given: tuple[str, ...
     assert "s3cret" not in repr(made)
 
 
+def test_several_keys_are_refused_without_showing_them() -> None:
+    with pytest.raises(LaunchError, match="one value") as caught:
+        make("--api-key", "s3cret", "s4cret")
+    assert "s3cret" not in str(caught.value)
+    assert "s4cret" not in str(caught.value)
+
+
 def test_a_secret_of_a_profiles_environment_is_not_shown() -> None:
     assert as_shell(["x"], {"HF_TOKEN": "t0p", "AWS_SECRET_ACCESS_KEY": "t0p"}).count("t0p") == 0
     assert "TOKENIZERS_PARALLELISM=false" in as_shell(["x"], {"TOKENIZERS_PARALLELISM": "false"})
