@@ -1,5 +1,5 @@
 """The admin port: ``/metrics`` for Prometheus, ``/healthz`` for whoever asks whether requests can be served, ``/debug/…`` for
-people who ask why a decision came out as it did."""
+people who ask why a decision came out as it did, and the live page at ``/`` with its data at ``/live``."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from collections.abc import Callable
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from extproc import pages
 from extproc.config import Address
 from extproc.debug import Debug
+from extproc.live import Live
 from extproc.observe.metrics import Metrics
 
 
@@ -18,6 +20,7 @@ async def start(
     metrics: Metrics,
     status: Callable[[], tuple[bool, dict[str, object]]],
     debug: Debug,
+    live: Live,
 ) -> web.AppRunner:
     """Serve until the runner's ``cleanup()``. ``status`` says (ready, what to show). Raises OSError if the port is busy."""
 
@@ -29,7 +32,8 @@ async def start(
         return web.json_response({"ready": ready, **details}, status=200 if ready else 503)
 
     app = web.Application(client_max_size=debug.max_bytes)
-    app.add_routes([web.get("/metrics", show_metrics), web.get("/healthz", show_health), *debug.routes()])
+    app.add_routes([web.get("/metrics", show_metrics), web.get("/healthz", show_health), *debug.routes(), *pages.routes(live)])
+    app.on_response_prepare.append(pages.secure)
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     site = web.UnixSite(runner, address.path) if address.path else web.TCPSite(runner, address.host.strip("[]"), address.port)

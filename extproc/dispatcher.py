@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -209,7 +209,11 @@ class Dispatcher:
 
     def decisions(self, last: int = REMEMBERED) -> list[dict[str, Any]]:
         """The last decisions, the newest first, ready for JSON."""
-        return [msgspec.to_builtins(each) for each in islice(reversed(self._decisions), last)]
+        return [msgspec.to_builtins(each) for each in self.noted(last)]
+
+    def noted(self, last: int) -> Iterator[dict[str, Any]]:
+        """The same, with the :class:`~extproc.routing.decision.Decision` itself."""
+        return islice(reversed(self._decisions), last)
 
     def now_s(self) -> float:
         """On the clock of the decisions."""

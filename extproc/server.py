@@ -22,12 +22,14 @@ from extproc.handoff.choose import connector as choose_connector
 from extproc.intake import Intake
 from extproc.journey import Parts
 from extproc.kv import routing_of
+from extproc.live import Live
 from extproc.observe.cache_servers import CacheServers
 from extproc.observe.logs import Logger
 from extproc.observe.metrics import Metrics
 from extproc.observe.pulse import Pulse
 from extproc.prefill import PrefillClient
 from extproc.prompt import BytesPerToken
+from extproc.recent import Recent
 from extproc.release import Releaser
 from extproc.routing.endpoint_spec import EndpointSet
 from extproc.routing.pool import Pool
@@ -87,6 +89,8 @@ class Server:
             log=self._log,
             longest_request_s=_LONGEST_REQUEST_S,
         )
+        recent = Recent()
+        live = Live(config, dispatcher, recent, self._status)
         releaser = Releaser(config.handoff, live_decode_worker(router), self._metrics, self._log)
         meeting = Meeting(config, connector, releaser, pulse)
         warm_up = self._warm_up = WarmUp(
@@ -122,14 +126,15 @@ class Server:
                     warm_up=warm_up,
                     metrics=self._metrics,
                     log=self._log,
+                    recent=recent,
                 )
             )
             self._metrics.streams.set_function(lambda: filter_.open_streams)
-            background = [asyncio.create_task(part.run()) for part in (fleet, dispatcher, pulse, self._cache_servers)]
+            background = [asyncio.create_task(part.run()) for part in (fleet, dispatcher, pulse, live, self._cache_servers)]
             await fleet.first_look()
             server = await self._start_grpc(filter_)
             debug = Debug(dispatcher, Explainer(config), bytes_per_token, max_body_bytes=config.limits.max_body_bytes)
-            runner = await admin.start(Address.parse(config.admin), self._metrics, self._status, debug)
+            runner = await admin.start(Address.parse(config.admin), self._metrics, self._status, debug, live)
             self._log.info(
                 "serving", version=__version__, listen=config.listen, admin=config.admin, prefill_via=config.prefill.via
             )
