@@ -16,6 +16,7 @@ import typer
 
 from extproc import yaml_lines
 from workers import cache_disk, lmcache
+from workers.profile import load_profile
 from workers.ready import port_fault
 from workers.spec import Command
 
@@ -33,7 +34,7 @@ def register(app: typer.Typer) -> None:
     app.command(
         "cache-server",
         epilog="Examples:  baton cache-server --dram-gb 64 --disk /mnt/nvme/kv --disk-gb 500  ·  "
-        "baton cache-server --config cache.yaml --host 10.0.0.5  ·  "
+        "baton cache-server --profile llama-3.3-70b-h200 --host 10.0.0.5  ·  "
         "baton cache-server --remote redis://kv.internal --remote-password-file /run/secrets/redis --dry-run",
     )(cache_server)
 
@@ -58,6 +59,12 @@ def cache_server(
     config: Annotated[
         Path | None, typer.Option("--config", "-c", help="YAML file with a block `cache`; options count more than it.")
     ] = None,
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            help="The block `cache` of a workers' profile: one of `baton worker profiles`, or a file.", envvar="BATON_PROFILE"
+        ),
+    ] = None,
     device: Annotated[
         str | None, typer.Option(help="Of the workers: cpu or gpu. Without it: gpu if this machine has an NVIDIA driver.")
     ] = None,
@@ -75,7 +82,8 @@ def cache_server(
     if disk is not None and disk_gb is None:
         _fail("--disk: the tier needs a size, --disk-gb")
     try:
-        spec = _spec(config, dram_gb=dram_gb, disk=disk, disk_gb=disk_gb, remote=remote, device=device)
+        spec = _block(config, profile)
+        spec = _changed(spec, dram_gb=dram_gb, disk=disk, disk_gb=disk_gb, remote=remote, device=device)
         spec = _fitted(spec, dry_run=dry_run)
         shown_spec = spec
         if spec.disk is not None and not dry_run:
@@ -107,8 +115,19 @@ def shown(command: Command) -> str:
     return " ".join(["env", *setting, shlex.join(command.argv)])
 
 
-def _spec(
-    config: Path | None,
+def _block(config: Path | None, profile: str | None) -> lmcache.CacheSpec:
+    """The block of the file or of the profile, or an empty one. Raises ValueError or OSError."""
+    if config is not None:
+        return yaml_lines.decode(config.read_text(encoding="utf-8"), CacheFile, source=str(config)).cache
+    if profile is None:
+        return lmcache.CacheSpec()
+    found = load_profile(profile)
+    spec = found.cache or lmcache.CacheSpec()
+    return msgspec.structs.replace(spec, device=spec.device or found.device)
+
+
+def _changed(
+    spec: lmcache.CacheSpec,
     *,
     dram_gb: float | None,
     disk: Path | None,
@@ -116,11 +135,7 @@ def _spec(
     remote: str | None,
     device: str | None,
 ) -> lmcache.CacheSpec:
-    """The block of the file, if there is one, with what the options say. Raises ValueError or OSError."""
-    spec = lmcache.CacheSpec()
-    if config is not None:
-        text = config.read_text(encoding="utf-8")
-        spec = yaml_lines.decode(text, CacheFile, source=str(config)).cache
+    """``spec`` with what the options say. Raises ValueError."""
     changes: dict[str, Any] = {}
     if dram_gb is not None:
         changes["dram_gb"] = dram_gb

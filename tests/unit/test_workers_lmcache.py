@@ -231,6 +231,17 @@ def test_options_count_more_than_the_file(tmp_path: Path) -> None:
     assert '"host": "kv"' in out
 
 
+def test_the_block_of_a_workers_profile_is_taken_with_its_device() -> None:
+    _, out, _ = run("--profile", "llama-3.3-70b-h200", "--dry-run")
+    assert "--l1-size-gb 256 " in out
+    assert "--supported-transfer-mode lmcache_driven" in out
+    _, out, _ = run("--profile", "cpu-demo", "--dry-run")
+    assert "--supported-transfer-mode auto" in out
+    status, _, err = run("--profile", "nowhere")
+    assert status == 1
+    assert "nowhere" in err
+
+
 def test_an_open_port_that_asks_nobody_is_warned_of() -> None:
     quiet = run("--dram-gb", "1", "--dry-run")[2]
     assert "warning" not in quiet
