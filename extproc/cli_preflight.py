@@ -118,7 +118,7 @@ def _command(
             raise ValueError("--serve waits for a reader, --peer is one: one of the two")
         measure: Callable[[preflight.Identity], preflight.Outcome] | None = None
         if serve:
-            shown = token or secrets.token_urlsafe(12)
+            shown = token or secrets.token_hex(8)
             host, number = _host_port(listen)
             if token is None:
                 console.print(f"on the other node: baton preflight --peer THIS_NODE:{number} --token {shown}", markup=False)
