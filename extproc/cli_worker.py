@@ -257,7 +257,7 @@ def _show(made: Plan, profile: str, *, dry_run: bool) -> None:
 
 
 def _run(made: Plan, engine: str, own_cores: tuple[int, ...]) -> int:
-    from workers import cores, foreground
+    from workers import cores, foreground, guard
     from workers.process import describe_exit
     from workers.ready import answers
 
@@ -265,12 +265,12 @@ def _run(made: Plan, engine: str, own_cores: tuple[int, ...]) -> int:
     host = "127.0.0.1" if spec.host == "0.0.0.0" else spec.host  # noqa: S104  (what listens everywhere, listens there)
     started_s = time.monotonic()
 
-    def when_ready(pids: list[int]) -> bool:
+    def when_ready(above: int) -> bool:
         if not answers(f"http://{host}:{spec.port}/health", timeout_s=0.5):
             return False
         _say(f"ready after {time.monotonic() - started_s:.0f} s")
         if engine == "vllm" and spec.device == "cpu":
-            cores.pin(pids, own_cores)
+            cores.pin(guard.descendants(above), own_cores)
             _say(f"runs on core {', '.join(map(str, own_cores))}")
         return True
 

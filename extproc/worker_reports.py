@@ -10,11 +10,13 @@ import msgspec
 from rich.table import Table
 
 from workers import fit
-from workers.memory import Memory, memory_of
+from workers.memory import Memory, kv_bytes_per_token, memory_of
 from workers.profile import Profile, ProfileError, load_profile, role_of, worker_spec
 from workers.spec import Role
 
 _COLOURS = {fit.Severity.ERROR: "red", fit.Severity.WARN: "yellow", fit.Severity.INFO: "cyan"}
+
+_PROMPT_TOKENS = 8192
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ def profile_text(name: str) -> str:
     if profile.link is not None:
         speed = "" if profile.link.gb_per_s is None else f", {profile.link.gb_per_s:g} GB/s"
         lines.append(f"link: {profile.link.kind}{speed}")
-    lines += memory_lines(profile)
+    lines += [*memory_lines(profile), *_handoff_lines(profile)]
     return "\n".join(lines)
 
 
@@ -116,6 +118,19 @@ def memory_lines(profile: Profile) -> list[str]:
         if memory is not None and profile.hardware is not None:
             found.append(memory.line(role, profile.hardware.memory_gb))
     return found
+
+
+def _handoff_lines(profile: Profile) -> list[str]:
+    """What a prompt's KV cache weighs, and how long the profile's link carries it; empty where it does not say enough."""
+    if profile.facts is None:
+        return []
+    dtype = worker_spec(profile, "prefill", None, {"model": profile.model or "any"}).kv_cache_dtype or "auto"
+    each = kv_bytes_per_token(profile.facts, dtype)
+    size_bytes = each * _PROMPT_TOKENS
+    line = f"KV cache of a token: {each:,} bytes; of {_PROMPT_TOKENS:,} tokens: {size_bytes / 1e9:.2f} GB"
+    if profile.link is not None and profile.link.gb_per_s is not None:
+        line += f", {size_bytes / profile.link.gb_per_s / 1e6:.0f} ms over the link of one GPU"
+    return [line]
 
 
 def _roles(profile: Profile) -> list[str]:

@@ -26,12 +26,13 @@ def run(
     env: Mapping[str, str],
     grace_s: float,
     say: Callable[[str], None],
-    each_poll: Callable[[list[int]], bool] | None = None,
+    each_poll: Callable[[int], bool] | None = None,
 ) -> int:
     """Run a command until it ends. Returns its exit status, 128 + N if signal N ended it.
 
     ``env`` is the whole environment. The first SIGTERM, SIGINT or SIGHUP is passed on as SIGTERM, after which the command has
-    ``grace_s``; a second one kills it. ``each_poll`` is called with the command's processes until it says True.
+    ``grace_s``; a second one kills it. ``each_poll`` is called with the id of a process below which the command's
+    all are, five times a second, until it says True.
     """
     got: list[int] = []
     before = {number: signal.signal(number, lambda number, _: got.append(number)) for number in _SIGNALS}
@@ -46,7 +47,7 @@ def run(
         assert child.stdin is not None
         kill_at: float | None = None
         while (status := child.poll()) is None:
-            if each_poll is not None and not got and each_poll(guard.descendants(child.pid)):
+            if each_poll is not None and not got and each_poll(child.pid):
                 each_poll = None
             if got and kill_at is None:
                 say(f"{signal.Signals(got[0]).name}: the engine has {grace_s:g} s to end; once more to kill it")

@@ -214,7 +214,7 @@ def _connector(given: Mapping[str, Any], role: Role, lease_s: int, notes: list[s
     config = dict(given)
     for key in [key for key in config if key in DROPPED_KEYS]:
         del config[key]
-        notes.append(f"{where}: {key} is left out. {DROPPED_KEYS[key][0].upper()}{DROPPED_KEYS[key][1:]}")
+        notes.append(f"{where}: {key} is left out; {DROPPED_KEYS[key]}")
     unknown = sorted(config.keys() - TRANSFER_KEYS)
     if unknown:
         raise ObsoleteError(f"{where}: vLLM 0.32 refuses {', '.join(unknown)}; it takes {', '.join(sorted(TRANSFER_KEYS))}")

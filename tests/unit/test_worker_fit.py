@@ -207,3 +207,11 @@ def test_the_table_of_profiles_has_all_of_them() -> None:
     status, output = run("profiles", "--json")
     entry = next(each for each in json.loads(output) if each["name"] == "deepseek-r1-h200")
     assert (entry["roles"]["decode"]["gpus"], entry["roles"]["dp8"]["gpus"]) == (16, 8)
+
+
+def test_a_profile_in_full_says_whether_it_fits_and_what_a_handoff_takes() -> None:
+    status, output = run("profiles", "llama-3.3-70b-h200")
+    assert status == 0
+    assert "KV cache of a token: 163,840 bytes; of 8,192 tokens: 1.34 GB, 27 ms over the link of one GPU" in output
+    assert "tp4: 4 x 141 GB" in output
+    assert "not run here:" in output
