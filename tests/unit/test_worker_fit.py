@@ -104,6 +104,8 @@ WRONG: list[tuple[str, str, ModelFacts, dict[str, Any], dict[str, Any]]] = [
     ("quantization", "warn", FACTS, {"quantization": "fp8"}, {}),
     ("queue-limit", "warn", FACTS, {}, {"max_num_seqs": 64, "max_num_queued_reqs": 32}),
     ("step-size", "error", FACTS, {}, {"max_num_seqs": 64, "max_num_batched_tokens": 32}),
+    ("same-gpu", "warn", FACTS, {"device_ids": (0, 1), "tensor_parallel_size": 2}, {"device_ids": (1,)}),
+    ("same-port", "warn", FACTS, {"device_ids": (0,)}, {"device_ids": (1,), "side_channel_port": 5600}),
     ("memory", "error", FACTS, {"gpu_gb": 16}, {}),
     ("memory", "error", FACTS, {}, {"max_model_len_tokens": 10_000_000}),
 ]
@@ -134,6 +136,7 @@ def changed(given: fit.Side, **changes: Any) -> fit.Side:
         (FACTS, {"tensor_parallel_size": 2}, {"tensor_parallel_size": 16}),  # decode reads a head that it then has twice
         (MLA, {"tensor_parallel_size": 16}, {"tensor_parallel_size": 1}),  # nothing is cut, so nothing is there twice
         (MLA, {"kv_cache_layout": "NHD"}, {}),
+        (FACTS, {"device_ids": (0,)}, {"device_ids": (1,)}),
         (FACTS, {"kv_cache_layout": "HND"}, {"kv_cache_layout": "LBHNC"}),  # two names of the same
         (FACTS, {"cache_server": "10.0.0.9:5555"}, {}),  # LMCacheMPConnector leaves the hybrid manager on
         (FACTS, {"speculative": {"method": "ngram"}}, {"speculative": {"method": "ngram"}, "max_num_seqs": 8}),

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 from workers.fit.misfit import Misfit, Pair, Severity, text
 from workers.memory import memory_of
+from workers.spec import ports
 from workers.vllm import transfer_config
 
 _MANY_SEQS = 64
@@ -187,6 +188,30 @@ def _limits(pair: Pair) -> Iterator[Misfit]:
             )
 
 
+def _one_machine(pair: Pair) -> Iterator[Misfit]:
+    p, d = pair.prefill.spec, pair.decode.spec
+    if not (p.device_ids and d.device_ids):
+        return  # without GPUs by number they may be on two machines
+    if set(p.device_ids) & set(d.device_ids):
+        yield pair.misfit(
+            "same-gpu",
+            Severity.WARN,
+            lambda s: s.device_ids,
+            "on one machine the second to start finds the GPU's memory taken",
+            "vLLM 0.32 v1/worker/gpu_worker.py",
+            "device_ids that do not overlap, unless they are on two machines",
+        )
+    if shared := ports(p).keys() & ports(d).keys():
+        yield pair.misfit(
+            "same-port",
+            Severity.WARN,
+            lambda s: ", ".join(str(port) for port in sorted(ports(s)) if port in shared),
+            "on one machine the second to start cannot listen",
+            "workers/spec.py: ports",
+            "other port, side_channel_port, kv_events_port or kv_events_replay_port, unless they are on two machines",
+        )
+
+
 def _memory(pair: Pair) -> Iterator[Misfit]:
     for side in pair.sides:
         found = memory_of(side.profile, side.spec)
@@ -219,5 +244,6 @@ RULES: tuple[Callable[[Pair], Iterator[Misfit]], ...] = (
     _lengths,
     _weights,
     _limits,
+    _one_machine,
     _memory,
 )
