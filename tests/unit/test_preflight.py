@@ -5,7 +5,10 @@ The trees were written by hand after the formats of /proc, /sys and the commands
 
 from __future__ import annotations
 
+import dataclasses
 import re
+import socket
+import sys
 from pathlib import Path
 
 import msgspec
@@ -14,6 +17,7 @@ import pytest
 from tests.cases.preflight import Case, load, names
 from workers.preflight import Measurement, Outcome, Report, Severity, run
 from workers.preflight.findings import Sample
+from workers.preflight.runner import Output, SystemRunner
 
 
 def report_of(case: Case, tmp_path: Path) -> Report:
@@ -123,3 +127,55 @@ def test_a_handoff_that_outlasts_its_lease_is_an_error(tmp_path: Path) -> None:
     assert found["handoff.time"].severity is Severity.ERROR
     assert "wrong text" in found["handoff.time"].why
     assert "kv_lease_duration of at least 429 s" in found["handoff.time"].fix
+
+
+GARBAGE = ("", "\n", ":", "0x", "-1", "unlimited", "a b c d e f g h i j k l", "\x00\xff", "9" * 400, "4: ", "::1 ::", "1-x,y-2")
+
+
+@pytest.mark.parametrize("name", ["h100_infiniband", "roce_without_pfc", "cpu_small", "port_taken"])
+def test_no_file_and_no_answer_of_a_command_can_make_it_crash(name: str, tmp_path: Path) -> None:
+    """Each file and each answer in turn says something else than it should; every line of it, too."""
+    case = load(name)
+    case.write(tmp_path)
+    for path in [path for path in case.files if (tmp_path / path).is_file()]:
+        good = (tmp_path / path).read_text(encoding="utf-8")
+        for bad in (*GARBAGE, *(f"{line.partition(':')[0]}: {bad}\n" for line in good.splitlines()[:3] for bad in GARBAGE)):
+            (tmp_path / path).write_text(bad, encoding="utf-8")
+            run(case.ask, root=tmp_path, env=case.env, runner=case.runner)
+        (tmp_path / path).write_text(good, encoding="utf-8")
+    for argv in case.runner.outputs:
+        for bad in GARBAGE:
+            runner = dataclasses.replace(case.runner, outputs={**case.runner.outputs, argv: bad})
+            run(case.ask, root=tmp_path, env=case.env, runner=runner)
+
+
+@pytest.mark.parametrize("mask", ["", ",", "-1", "GPU-", "0,0", "MIG-x", "0,1,2,3,4"])
+def test_any_mask_of_gpus_is_read_as_cuda_reads_it(mask: str, tmp_path: Path) -> None:
+    """Up to the first that does not exist or comes again."""
+    case = load("h100_infiniband")
+    case.write(tmp_path)
+    report = run(case.ask, root=tmp_path, env={"CUDA_VISIBLE_DEVICES": mask}, runner=case.runner)
+    wanted = {"": 0, ",": 0, "-1": 0, "GPU-": 1, "0,0": 1, "MIG-x": 0, "0,1,2,3,4": 4}[mask]
+    assert len(report.identity.used_gpu_uuids) == wanted
+
+
+def test_commands_end_with_their_time_and_those_that_are_not_there_say_nothing() -> None:
+    runner = SystemRunner()
+    assert runner.run(("no-such-command-anywhere",), timeout_s=5) is None
+    assert runner.run((sys.executable, "-c", "import time; time.sleep(60)"), timeout_s=0.5) is None
+    said = runner.run(
+        (sys.executable, "-c", "import os, sys; print(os.environ['A']); sys.exit(3)"), timeout_s=30, env={"A": "b"}
+    )
+    assert said == Output(3, "b\n")
+
+
+def test_a_name_that_is_none_and_a_port_that_nobody_has_are_told_apart() -> None:
+    runner = SystemRunner()
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+        assert runner.dial("127.0.0.1", port, timeout_s=5).outcome == "refused"
+        unused.listen()
+        assert runner.dial("127.0.0.1", port, timeout_s=5).outcome == "connected"
+    assert runner.addresses("127.0.0.1") == {"127.0.0.1"}
+    assert runner.addresses("name.invalid") == frozenset()

@@ -19,6 +19,7 @@ class RdmaPort:
     link_layer: str
     """InfiniBand or Ethernet (RoCE)."""
     rate_gbit_per_s: float
+    """0: it does not say."""
     netdev: str | None
     numa_node: int | None
     pfc: tuple[bool, ...] | None

@@ -13,8 +13,8 @@ from workers.preflight.identity import on_one_host
 from workers.preflight.transports import CUDA, RDMA, SHARED_MEMORY, Wanted, device_patterns, matches
 
 _DMABUF_KERNEL = (5, 12)
-HOST_PID_NAMESPACE = "pid:[4026531836]"
-"""The number that the kernel gives the first one: that of the host itself."""
+_UNKNOWN_GBIT_PER_S = 100.0
+"""An RDMA port that does not say its rate."""
 
 
 class Direct(Enum):
@@ -81,7 +81,8 @@ def kind_of(port: RdmaPort) -> str:
 
 def rails_bytes_per_s(facts: Facts, ask: Ask) -> float:
     """All NICs that the worker's GPUs can use at once: one a GPU at most."""
-    return sum(port.rate_gbit_per_s for port in usable_ports(facts, ask)[: ask.tensor_parallel]) * 1e9 / 8
+    ports = usable_ports(facts, ask)[: ask.tensor_parallel]
+    return sum(port.rate_gbit_per_s or _UNKNOWN_GBIT_PER_S for port in ports) * 1e9 / 8
 
 
 def staged_bytes_per_s(ask: Ask) -> float:

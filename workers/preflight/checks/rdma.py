@@ -85,7 +85,7 @@ def _ports(facts: Facts, ask: Ask) -> list[Finding]:
             )
         )
     slow = active[0]
-    if slow.rate_gbit_per_s < _SLOW_GBIT_PER_S:
+    if 0 < slow.rate_gbit_per_s < _SLOW_GBIT_PER_S:
         findings.append(
             Finding(
                 id="rdma.rate",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 
-from workers.preflight.gather.tree import Tree
+from workers.preflight.gather.tree import Tree, whole
 
 _KERNEL = re.compile(r"^(?:Linux version )?(\d+)\.(\d+)")
 _SHM_SIZE = re.compile(r"(?:^|,)size=(\d+)([kmg]?)", re.IGNORECASE)
@@ -37,8 +37,8 @@ def limit(tree: Tree, name: str) -> float | None:
     """The soft limit of this process; inf: there is none."""
     for line in tree.text("proc/self/limits").splitlines():
         if line.startswith(name):
-            soft = line[len(name) :].split()[0]
-            return math.inf if soft == "unlimited" else float(soft)
+            soft = next(iter(line[len(name) :].split()), "")
+            return math.inf if soft == "unlimited" else _float(soft)
     return None
 
 
@@ -48,8 +48,9 @@ def shm_bytes(tree: Tree) -> int | None:
         parts = line.split()
         if len(parts) > 3 and parts[1] == "/dev/shm":  # noqa: S108  (a mount point, not a file of ours)
             found = _SHM_SIZE.search(parts[3])
-            if found:
-                return int(found[1]) * _UNITS[found[2].lower()]
+            size = whole(found[1]) if found else None
+            if found and size is not None:
+                return size * _UNITS[found[2].lower()]
             total = _meminfo(tree, "MemTotal")
             return None if total is None else total // 2
     return None
@@ -70,7 +71,8 @@ def available_bytes(tree: Tree) -> int | None:
 def _meminfo(tree: Tree, name: str) -> int | None:
     for line in tree.text("proc/meminfo").splitlines():
         if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024
+            size_kib = whole(next(iter(line.split()[1:]), ""))
+            return None if size_kib is None else size_kib * 1024
     return None
 
 
@@ -79,13 +81,21 @@ def cores(tree: Tree) -> float:
     allowed = 0
     for line in tree.text("proc/self/status").splitlines():
         if line.startswith("Cpus_allowed_list:"):
-            for part in line.split()[1].split(","):
+            for part in line.partition(":")[2].strip().split(","):
                 first, _, last = part.partition("-")
-                allowed += int(last or first) - int(first) + 1
+                start, end = whole(first), whole(last or first)
+                if start is not None and end is not None:
+                    allowed += max(0, end - start + 1)
     quota, _, period = tree.text("sys/fs/cgroup/cpu.max").partition(" ")
-    if quota.isdecimal() and period.isdecimal():
-        return min(float(allowed), int(quota) / int(period))
-    return float(allowed)
+    share, of = whole(quota), whole(period)
+    return min(float(allowed), share / of) if share and of else float(allowed)
+
+
+def _float(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
 
 
 def cpu_flags(tree: Tree) -> frozenset[str]:

@@ -6,7 +6,7 @@ import ipaddress
 import re
 
 from workers.preflight.facts import Listener, NetDevice
-from workers.preflight.gather.tree import Tree
+from workers.preflight.gather.tree import Tree, whole
 
 _LISTEN = "0A"
 _SOCKET = re.compile(r"^socket:\[(\d+)\]$")
@@ -41,11 +41,20 @@ def addresses(tree: Tree) -> frozenset[str]:
             last = line.partition("|-- ")[2].strip()
         elif "/32 host LOCAL" in line:
             found.add(last)
+    found = {address for address in found if _is_address(address)}
     for line in tree.text("proc/net/if_inet6").splitlines():
-        digits = line.split()[0]
-        if len(digits) == 32:
-            found.add(str(ipaddress.IPv6Address(int(digits, 16))))
+        digits = next(iter(line.split()), "")
+        if len(digits) == 32 and (address := _address(digits, swap=False)) is not None:
+            found.add(address)
     return frozenset(found)
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
 
 
 def listeners(tree: Tree) -> tuple[Listener, ...]:
@@ -55,17 +64,22 @@ def listeners(tree: Tree) -> tuple[Listener, ...]:
         for line in tree.text(path).splitlines()[1:]:
             parts = line.split()
             if len(parts) > 9 and parts[3] == _LISTEN:
-                address, _, port = parts[1].partition(":")
-                sockets.append((_address(address), int(port, 16), parts[9]))
+                digits, _, number = parts[1].partition(":")
+                address, port = _address(digits), whole(number, 16)
+                if address is not None and port is not None:
+                    sockets.append((address, port, parts[9]))
     owners = _owners(tree, {inode for _, _, inode in sockets}) if sockets else {}
     return tuple(Listener(address=address, port=port, owner=owners.get(inode)) for address, port, inode in sockets)
 
 
-def _address(digits: str) -> str:
+def _address(digits: str, *, swap: bool = True) -> str | None:
     """The kernel writes them as words of the machine's byte order, which is little-endian on all that run vLLM."""
-    raw = bytes.fromhex(digits)
-    words = (raw[start : start + 4][::-1] for start in range(0, len(raw), 4))
-    return str(ipaddress.ip_address(b"".join(words)))
+    try:
+        raw = bytes.fromhex(digits)
+        words = (raw[start : start + 4][:: -1 if swap else 1] for start in range(0, len(raw), 4))
+        return str(ipaddress.ip_address(b"".join(words)))
+    except ValueError:
+        return None
 
 
 def _owners(tree: Tree, inodes: set[str]) -> dict[str, str]:

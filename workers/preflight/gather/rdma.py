@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 
 from workers.preflight.facts import RdmaPort
-from workers.preflight.gather.tree import Tree
+from workers.preflight.gather.tree import Tree, whole
 from workers.preflight.runner import Runner
 
 _COMMAND_TIMEOUT_S = 3.0
 _LOST = ("out_of_sequence", "packet_seq_err", "local_ack_timeout_err")
+_RATE_MAX_GBIT_PER_S = 100_000.0
+"""What is above is no rate."""
 _DCB_PRIORITY = re.compile(r"\b([0-7]):(on|off)\b")
 
 
@@ -28,7 +30,7 @@ def ports(tree: Tree, runner: Runner) -> tuple[RdmaPort, ...]:
             found.append(
                 RdmaPort(
                     device=device,
-                    number=int(number),
+                    number=whole(number) or 0,
                     # "4: ACTIVE"
                     state=tree.text(f"{port}/state").rpartition(":")[2].strip(),
                     physical=tree.text(f"{port}/phys_state").rpartition(":")[2].strip(),
@@ -45,11 +47,12 @@ def ports(tree: Tree, runner: Runner) -> tuple[RdmaPort, ...]:
 
 
 def _rate(text: str) -> float:
-    """``400 Gb/sec (4X NDR)`` -> 400."""
+    """``400 Gb/sec (4X NDR)`` -> 400; 0: it does not say."""
     try:
-        return float(text.split()[0])
+        rate = float(text.split()[0])
     except (IndexError, ValueError):
         return 0.0
+    return rate if 0 < rate < _RATE_MAX_GBIT_PER_S else 0.0
 
 
 def _ecn(netdev: str, tree: Tree) -> bool | None:

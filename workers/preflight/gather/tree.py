@@ -7,6 +7,18 @@ from pathlib import Path
 _FILE_MAX_BYTES = 4 << 20
 
 
+_DIGITS_MAX = 20
+"""2^64 has as many: what is longer is no number that a kernel writes."""
+
+
+def whole(text: str, base: int = 10) -> int | None:
+    """The whole number that the text is, if it is one."""
+    try:
+        return int(text, base) if len(text) <= _DIGITS_MAX else None
+    except ValueError:
+        return None
+
+
 class Tree:
     """``/``, or a recorded copy of parts of it."""
 
@@ -24,10 +36,7 @@ class Tree:
 
     def number(self, path: str) -> int | None:
         """The whole number that the file holds."""
-        try:
-            return int(self.text(path))
-        except ValueError:
-            return None
+        return whole(self.text(path))
 
     def names(self, path: str, prefix: str = "") -> list[str]:
         """Names in a folder that begin so, in order."""
