@@ -292,11 +292,28 @@ class Envoy(_Section, frozen=True, kw_only=True):
     """Add `x-kv-transfer` and `x-decode-endpoint` to responses. They name worker addresses: not for the internet."""
 
 
+class Observe(_Section, frozen=True, kw_only=True):
+    """What is looked at beside what Envoy and the workers tell by themselves. See [observe](observe.md)."""
+
+    sample: float = 0.01
+    """Share of the streamed answers whose chunks are watched, for the times from token to token: 0 to 1. Policies can have an
+    `observe.sample` of their own. With 0 here and in all of them, nothing is watched, and Envoy is given no filter for it."""
+    max_streams: int = 64
+    """Streams watched at once; one more is not, and is counted."""
+    listen: str | None = None
+    """Where the process that watches listens for Envoy. null: `watch.sock` beside the socket `listen`, or port 9004 beside a
+    `host:port`."""
+
+
+_WATCH_SOCKET = "watch.sock"
+_WATCH_PORT = 9004
+
 _MAX_CACHE_SERVERS = 256
 """Each is a label of its own in the metrics."""
 
 _MAY_BE_ZERO = (
     ("drain", "delay_s"),
+    ("observe", "sample"),
     ("prefill", "retries"),
 )
 
@@ -320,6 +337,7 @@ class Config(_Section, frozen=True, kw_only=True):
     No decision depends on it."""
     limits: Limits = Limits()
     drain: Drain = Drain()
+    observe: Observe = Observe()
     envoy: Envoy = Envoy()
     policies: list[PolicyRule] = []
     """What holds for which requests. The first that matches is the one; without any, the defaults of a policy hold."""
@@ -334,6 +352,7 @@ class Config(_Section, frozen=True, kw_only=True):
             ("admin", self.admin),
             ("envoy.listen", self.envoy.listen),
             ("envoy.admin", self.envoy.admin),
+            *((("observe.listen", self.observe.listen),) if self.observe.listen is not None else ()),
             *((("prefill.via", self.prefill.via),) if self.prefill.via != "direct" else ()),
         ):
             _address(field, text)
@@ -343,7 +362,7 @@ class Config(_Section, frozen=True, kw_only=True):
         for index, text in enumerate(self.cache_servers):
             if _address(f"cache_servers[{index}]", text).path:
                 raise ConfigError(f"cache_servers[{index}]: {text!r} is not host:port")
-        for section in ("prefill", "handoff", "health", "warm_up", "scrape", "limits", "drain", "envoy"):
+        for section in ("prefill", "handoff", "health", "warm_up", "scrape", "limits", "drain", "observe", "envoy"):
             values: dict[str, Any] = msgspec.structs.asdict(getattr(self, section))
             for name, value in values.items():
                 if isinstance(value, int | float) and not isinstance(value, bool):
@@ -367,6 +386,8 @@ class Config(_Section, frozen=True, kw_only=True):
             raise ConfigError(
                 "limits.max_held_bytes: less than limits.max_body_bytes, so the largest body could never be served"
             )
+        if self.observe.sample > 1:
+            raise ConfigError(f"observe.sample: {self.observe.sample:g} is over 1, which is every stream")
         if self.handoff.max_age_share > 1:
             raise ConfigError(f"handoff.max_age_share: {self.handoff.max_age_share:g} is over 1: such a handoff has no lease")
         if self.envoy.idle_timeout_s <= self.prefill.timeout_s:
@@ -377,6 +398,22 @@ class Config(_Section, frozen=True, kw_only=True):
         _check_policies(self.policies, self.workers, self.prefill)
         if self.log_level not in ("debug", "info", "warning", "error"):
             raise ConfigError(f"log_level: {self.log_level!r} is not one of debug, info, warning, error")
+
+    @property
+    def watches(self) -> bool:
+        """Whether any stream may be watched."""
+        allowed = any("observe" in rule.allow_overrides for rule in self.policies)
+        return bool(self.observe.sample) or allowed or any(rule.observe.sample for rule in self.policies)
+
+    @property
+    def watch_listen(self) -> str:
+        """Where the process that watches streams listens."""
+        if self.observe.listen is not None:
+            return self.observe.listen
+        address = Address.parse(self.listen)
+        if address.path:
+            return str(Address(path=str(Path(address.path).with_name(_WATCH_SOCKET))))
+        return str(Address(host=address.host, port=_WATCH_PORT))
 
 
 def _address(field: str, text: str) -> Address:

@@ -23,9 +23,12 @@ from envoy_data_plane.envoy.config.metrics import v3 as metrics
 from envoy_data_plane.envoy.config.overload import v3 as overload
 from envoy_data_plane.envoy.config.route import v3 as route
 from envoy_data_plane.envoy.extensions.access_loggers.filters.cel import v3 as cel
+from envoy_data_plane.envoy.extensions.access_loggers.grpc import v3 as grpc_log
 from envoy_data_plane.envoy.extensions.access_loggers.stats import v3 as stats
 from envoy_data_plane.envoy.extensions.access_loggers.stream import v3 as stream
+from envoy_data_plane.envoy.extensions.common.matching import v3 as matching
 from envoy_data_plane.envoy.extensions.content_parsers.json import v3 as json_parser
+from envoy_data_plane.envoy.extensions.filters.http.composite import v3 as composite
 from envoy_data_plane.envoy.extensions.filters.http.ext_proc import v3 as ext_proc
 from envoy_data_plane.envoy.extensions.filters.http.header_to_metadata import v3 as header_to_metadata
 from envoy_data_plane.envoy.extensions.filters.http.json_to_metadata import v3 as json_to_metadata
@@ -37,12 +40,17 @@ from envoy_data_plane.envoy.extensions.http.early_header_mutation.header_mutatio
 from envoy_data_plane.envoy.extensions.load_balancing_policies.override_host import v3 as override_host
 from envoy_data_plane.envoy.extensions.load_balancing_policies.round_robin import v3 as round_robin
 from envoy_data_plane.envoy.extensions.load_balancing_policies.subset import v3 as subset
+from envoy_data_plane.envoy.extensions.matching.common_inputs.network import v3 as inputs
+from envoy_data_plane.envoy.extensions.matching.input_matchers.metadata import v3 as input_matchers
 from envoy_data_plane.envoy.extensions.resource_monitors.downstream_connections import v3 as downstream_connections
 from envoy_data_plane.envoy.extensions.upstreams.http import v3 as upstreams
 from envoy_data_plane.envoy.type import v3 as types
 from envoy_data_plane.envoy.type.matcher import v3 as matcher
 from envoy_data_plane.envoy.type.metadata import v3 as metadata
+from envoy_data_plane.envoy.type.tracing import v3 as tracing
 from envoy_data_plane.google import protobuf
+from envoy_data_plane.xds.core import v3 as xds_core
+from envoy_data_plane.xds.type.matcher import v3 as xds_matcher
 
 from extproc import filter_down
 from extproc.config import BODY_HEADROOM_BYTES, Address, Config, ConfigError, Envoy, Prefill, Workers
@@ -58,7 +66,9 @@ from extproc.headers import (
     TAGS_NAMESPACE,
     UPSTREAM_ATTRIBUTE,
     USAGE_NAMESPACE,
+    WATCH_KEY,
 )
+from extproc.observe.log_lines import GENERATION_TAG, TTFT_TAG
 from extproc.xds import endpoints_file
 
 RUN_DIRECTORY = "/run/baton"
@@ -75,6 +85,7 @@ EXAMPLE = Config(
 DECODE_CLUSTER = "decode"
 PREFILL_CLUSTER = "prefill"
 EXTPROC_CLUSTER = "extproc"
+WATCH_CLUSTER = "watch"
 STATS_PREFIX = "baton"
 """What the names of our own statistics in Envoy begin with."""
 ANY_DECODE_CLUSTER = "any_decode"
@@ -95,6 +106,10 @@ _EXTPROC_SLACK_S = 30.0
 # `x-baton-decision`.
 _MUTABLE_HEADERS = "content-(length|type)|retry-after|x-(request-id|gateway-d.*|kv-t.*|prefiller-h.*|baton-.*)"
 _SOCKET_MODE = 0o660
+# How old the newest numbers are; a batch of a second would be a fifth smaller in bytes and no cheaper to read.
+_LOG_FLUSH = timedelta(seconds=0.5)
+# By then the process that watches has read the last chunk of an answer.
+_WATCH_CLOSE_TIMEOUT = timedelta(seconds=1)
 # 45 ms and 2.5 s are common limits of ITL and TTFT.
 _BUCKETS_MS = (
     *(5, 10, 25, 45, 50, 75, 100, 150, 200, 300, 400, 500, 750, 1000, 1500, 2000, 2500, 3000, 5000, 7500),
@@ -155,6 +170,8 @@ def build(config: Config) -> bootstrap.Bootstrap:
         listeners.append(_prefill_loop(config, loopback))
         clusters.append(_workers(PREFILL_CLUSTER, config))
     clusters.append(_extproc(config))
+    if config.watches:
+        clusters.append(_watch_cluster(config))
     return bootstrap.Bootstrap(
         node=core.Node(id="baton", cluster="baton"),
         admin=bootstrap.Admin(address=_listen_address("envoy.admin", Address.parse(config.envoy.admin), loopback_only=True)),
@@ -172,7 +189,11 @@ def _front(config: Config) -> listener.Listener:
     connections = hcm.HttpConnectionManager(
         stat_prefix="front",
         codec_type=hcm.HttpConnectionManagerCodecType.AUTO,
-        access_log=[_access_log(), *(_stats_logs() if config.envoy.stats else [])],
+        access_log=[
+            _access_log(),
+            *(_stats_logs() if config.envoy.stats else []),
+            *([_log_service()] if config.envoy.access_log else []),
+        ],
         use_remote_address=True,
         generate_request_id=True,
         preserve_external_request_id=True,
@@ -196,6 +217,7 @@ def _front(config: Config) -> listener.Listener:
             _ext_proc_filter(config),
             *([_filter_down()] if _opens(config) else []),
             *([_usage()] if config.envoy.stats or config.envoy.access_log else []),
+            *([_watch_filter()] if config.watches else []),
             _router(),
         ],
     )
@@ -301,6 +323,54 @@ def _ext_proc_filter(config: Config) -> hcm.HttpFilter:
             failure_mode_allow=_opens(config),
         ),
     )
+
+
+def _watch_filter() -> hcm.HttpFilter:
+    """Shows the chunks of the answers that the filter marked to the process that watches them."""
+    send, skip = ext_proc.ProcessingModeHeaderSendMode.SEND, ext_proc.ProcessingModeHeaderSendMode.SKIP
+    watch = ext_proc.ExternalProcessor(
+        grpc_service=core.GrpcService(envoy_grpc=core.GrpcServiceEnvoyGrpc(cluster_name=WATCH_CLUSTER)),
+        stat_prefix="watch",
+        observability_mode=True,
+        failure_mode_allow=True,
+        deferred_close_timeout=_WATCH_CLOSE_TIMEOUT,
+        processing_mode=ext_proc.ProcessingMode(
+            request_header_mode=skip,
+            request_trailer_mode=skip,
+            response_header_mode=send,
+            response_body_mode=ext_proc.ProcessingModeBodySendMode.STREAMED,
+            response_trailer_mode=skip,
+        ),
+        metadata_options=ext_proc.MetadataOptions(
+            forwarding_namespaces=ext_proc.MetadataOptionsMetadataNamespaces(untyped=[TAGS_NAMESPACE])
+        ),
+    )
+    marked = xds_matcher.MatcherMatcherListPredicateSinglePredicate(
+        input=_xds_extension(
+            "envoy.matching.inputs.dynamic_metadata",
+            inputs.DynamicMetadataInput(filter=TAGS_NAMESPACE, path=[inputs.DynamicMetadataInputPathSegment(key=WATCH_KEY)]),
+        ),
+        custom_match=_xds_extension(
+            "envoy.matching.matchers.metadata_matcher",
+            input_matchers.Metadata(value=matcher.ValueMatcher(string_match=matcher.StringMatcher(exact="1"))),
+        ),
+    )
+    action = composite.ExecuteFilterAction(typed_config=_extension("envoy.filters.http.ext_proc", watch))
+    rule = xds_matcher.MatcherMatcherListFieldMatcher(
+        predicate=xds_matcher.MatcherMatcherListPredicate(single_predicate=marked),
+        on_match=xds_matcher.MatcherOnMatch(action=_xds_extension("watch", action)),
+    )
+    return _http_filter(
+        "envoy.filters.http.composite",
+        matching.ExtensionWithMatcher(
+            extension_config=_extension("envoy.filters.http.composite", composite.Composite()),
+            xds_matcher=xds_matcher.Matcher(matcher_list=xds_matcher.MatcherMatcherList(matchers=[rule])),
+        ),
+    )
+
+
+def _xds_extension(name: str, message: betterproto2.Message) -> xds_core.TypedExtensionConfig:
+    return xds_core.TypedExtensionConfig(name=name, typed_config=protobuf.Any.pack(message))
 
 
 def _usage() -> hcm.HttpFilter:
@@ -472,12 +542,31 @@ def _exact_pin() -> cluster.LoadBalancingPolicy:
     )
 
 
-def _extproc(config: Config) -> cluster.Cluster:
-    address = _dial(Address.parse(config.listen))
+def _grpc_cluster(name: str, listen: str) -> cluster.Cluster:
+    """Of one gRPC server of the filter."""
+    address = _dial(Address.parse(listen))
     named = bool(address.host) and _ip(address) is None
     protocol = upstreams.HttpProtocolOptions(
         explicit_http_config=upstreams.HttpProtocolOptionsExplicitHttpConfig(http2_protocol_options=core.Http2ProtocolOptions())
     )
+    target = endpoint.LbEndpoint(endpoint=endpoint.Endpoint(address=_address(address)))
+    return cluster.Cluster(
+        name=name,
+        type=cluster.ClusterDiscoveryType.STRICT_DNS if named else cluster.ClusterDiscoveryType.STATIC,
+        connect_timeout=_CONNECT_TIMEOUT,
+        load_assignment=endpoint.ClusterLoadAssignment(
+            cluster_name=name, endpoints=[endpoint.LocalityLbEndpoints(lb_endpoints=[target])]
+        ),
+        circuit_breakers=_no_circuit_breaker(),
+        typed_extension_protocol_options=_protocol(protocol),
+    )
+
+
+def _watch_cluster(config: Config) -> cluster.Cluster:
+    return _grpc_cluster(WATCH_CLUSTER, config.watch_listen)
+
+
+def _extproc(config: Config) -> cluster.Cluster:
     check = core.HealthCheck(
         timeout=_HEALTH_INTERVAL,
         interval=_HEALTH_INTERVAL,
@@ -486,19 +575,10 @@ def _extproc(config: Config) -> cluster.Cluster:
         healthy_threshold=1,
         grpc_health_check=core.HealthCheckGrpcHealthCheck(service_name="envoy.service.ext_proc.v3.ExternalProcessor"),
     )
-    target = endpoint.LbEndpoint(endpoint=endpoint.Endpoint(address=_address(address)))
-    return cluster.Cluster(
-        name=EXTPROC_CLUSTER,
-        type=cluster.ClusterDiscoveryType.STRICT_DNS if named else cluster.ClusterDiscoveryType.STATIC,
-        connect_timeout=_CONNECT_TIMEOUT,
-        load_assignment=endpoint.ClusterLoadAssignment(
-            cluster_name=EXTPROC_CLUSTER, endpoints=[endpoint.LocalityLbEndpoints(lb_endpoints=[target])]
-        ),
-        health_checks=[check],
-        common_lb_config=cluster.ClusterCommonLbConfig(healthy_panic_threshold=types.Percent(value=0.0)),
-        circuit_breakers=_no_circuit_breaker(),
-        typed_extension_protocol_options=_protocol(protocol),
-    )
+    made = _grpc_cluster(EXTPROC_CLUSTER, config.listen)
+    made.health_checks = [check]
+    made.common_lb_config = cluster.ClusterCommonLbConfig(healthy_panic_threshold=types.Percent(value=0.0))
+    return made
 
 
 def _no_circuit_breaker() -> cluster.CircuitBreakers:
@@ -521,8 +601,8 @@ def _circuit_breaker(connections: int, pending: int, requests: int) -> cluster.C
 
 # --- logs and statistics ----------------------------------------------------------------------------------------------
 
-_TTFT_MS = "%COMMON_DURATION(DS_RX_BEG:US_RX_BODY_BEG:ms)%"
-_GENERATION_MS = "%COMMON_DURATION(US_RX_BODY_BEG:US_RX_END:ms)%"
+_TTFT_MS, _TTFT_US = (f"%COMMON_DURATION(DS_RX_BEG:US_RX_BODY_BEG:{unit})%" for unit in ("ms", "us"))
+_GENERATION_MS, _GENERATION_US = (f"%COMMON_DURATION(US_RX_BODY_BEG:US_RX_END:{unit})%" for unit in ("ms", "us"))
 
 _HISTOGRAMS = {"ttft_ms": _TTFT_MS, "generation_ms": _GENERATION_MS}
 
@@ -565,6 +645,19 @@ def _access_log() -> accesslog.AccessLog:
         name="envoy.access_loggers.stdout",
         typed_config=protobuf.Any.pack(stream.StdoutAccessLog(log_format=log_format)),
     )
+
+
+def _log_service() -> accesslog.AccessLog:
+    times = {TTFT_TAG: _TTFT_US, GENERATION_TAG: _GENERATION_US}
+    common = grpc_log.CommonGrpcAccessLogConfig(
+        log_name=STATS_PREFIX,
+        grpc_service=core.GrpcService(envoy_grpc=core.GrpcServiceEnvoyGrpc(cluster_name=EXTPROC_CLUSTER)),
+        transport_api_version=core.ApiVersion.V3,
+        buffer_flush_interval=_LOG_FLUSH,
+        custom_tags=[tracing.CustomTag(tag=name, value=value) for name, value in times.items()],
+    )
+    config = grpc_log.HttpGrpcAccessLogConfig(common_config=common, additional_response_headers_to_log=["content-type"])
+    return accesslog.AccessLog(name="envoy.access_loggers.http_grpc", typed_config=protobuf.Any.pack(config))
 
 
 def _stats_logs() -> list[accesslog.AccessLog]:

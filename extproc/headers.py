@@ -23,6 +23,9 @@ TAGS_NAMESPACE: Final = "baton"
 """The dynamic-metadata namespace in which the filter notes how a request is served, for Envoy's statistics and logs. No client
 can write there."""
 
+WATCH_KEY: Final = "watch"
+"""In that namespace, with the value ``1``: the chunks of this answer are watched."""
+
 USAGE_NAMESPACE: Final = "baton.usage"
 """The dynamic-metadata namespace in which Envoy notes the token counts that a streamed answer states."""
 

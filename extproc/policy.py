@@ -58,6 +58,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     on_prefill_failure: Literal["fail", "retry", "aggregate"] | None = None
     """None: as the configuration of the prefill says."""
     explain: bool = False
+    sample: float | None = None
+    """Share of the streams that are watched; None: as the configuration says."""
     pass_priority: bool = False
     """Set ``aims.priority`` in the engine's request."""
     allow_overrides: frozenset[str] = frozenset()
@@ -82,6 +84,8 @@ class Resolved(msgspec.Struct, frozen=True):
     """What belongs together, for choices that must stay the same: the session, else the tenant that the client names. May be
     empty."""
     explain: bool
+    sample: float | None
+    """Share of such streams that are watched, 0 to 1; None: as the configuration says."""
     ignored_overrides: tuple[str, ...]
     """Overrides that the policy does not allow, by name; what is no override at all is one ``other``."""
 
@@ -110,7 +114,7 @@ class Policies:
         value that it cannot have.
         """
         policy = self.match(Facts(headers, path, model, prompt_tokens))
-        aims, explain = policy.aims, policy.explain
+        aims, explain, sample = policy.aims, policy.explain, policy.sample
         ignored: tuple[str, ...] = ()
         session = _id(headers.get(policy.session_header, "")) if policy.session_header else ""
         tenant = _id(headers.get(policy.tenant_header, "")) if policy.tenant_header else ""
@@ -118,10 +122,12 @@ class Policies:
             wishes, ignored = _wishes(policy, headers, sent)
             session, tenant = _id(wishes.pop("session", session)), _id(wishes.pop("tenant", tenant))
             if "explain" in wishes:
-                explain = _yes_or_no(wishes.pop("explain"))
+                explain = _yes_or_no("explain", wishes.pop("explain"))
+            if "observe" in wishes:
+                sample = 1.0 if _yes_or_no("observe", wishes.pop("observe")) else 0.0
             if wishes:
                 aims = _changed(aims, wishes)
-        return Resolved(policy, aims, session, tenant or policy.shared_tenant, session or tenant, explain, ignored)
+        return Resolved(policy, aims, session, tenant or policy.shared_tenant, session or tenant, explain, sample, ignored)
 
 
 def override_headers(headers: Mapping[str, str]) -> list[str]:
@@ -173,6 +179,7 @@ def _policy(rule: PolicyRule) -> Policy:
         shared_tenant=f"policy:{rule.name}" if rule.weight is not None else "",
         on_prefill_failure=rule.on_prefill_failure,
         explain=rule.explain,
+        sample=rule.observe.sample,
         pass_priority=rule.pass_priority,
         allow_overrides=frozenset(rule.allow_overrides),
     )
@@ -244,9 +251,9 @@ def _bad(name: str, value: str, allowed: str) -> ApiError:
     return ApiError("bad_override", f"{header}: {shown!r} is not {allowed}", param=header)
 
 
-def _yes_or_no(value: str) -> bool:
+def _yes_or_no(name: str, value: str) -> bool:
     if value not in ("true", "false"):
-        raise _bad("explain", value, "true or false")
+        raise _bad(name, value, "true or false")
     return value == "true"
 
 

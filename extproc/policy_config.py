@@ -15,7 +15,7 @@ OVERRIDE_PREFIX: Final = "x-baton-"
 """Request headers that begin so are the client's wishes. No engine sees them."""
 
 Override = Literal[
-    "mode", "objective", "ttft-slo-ms", "itl-slo-ms", "priority", "session", "tenant", "explain", "queue-wait-ms"
+    "mode", "objective", "ttft-slo-ms", "itl-slo-ms", "priority", "session", "tenant", "explain", "queue-wait-ms", "observe"
 ]
 """What a client can wish for, by the header ``x-baton-<name>``."""
 
@@ -167,6 +167,18 @@ class PolicyLimits(_Section, frozen=True, kw_only=True):
             raise ValueError(f"queue_wait_s: {self.queue_wait_s:g} is not from 0 to {SLO_LIMIT_S:g}")
 
 
+class PolicyObserve(_Section, frozen=True, kw_only=True):
+    """How closely the answers are looked at."""
+
+    sample: float | None = None
+    """Share of the streamed answers whose chunks are watched, 0 to 1; null: `observe.sample` of the configuration."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError."""
+        if self.sample is not None and not 0 <= self.sample <= 1:
+            raise ValueError(f"sample: {self.sample:g} is not from 0 to 1")
+
+
 class PolicyRule(_Section, frozen=True, kw_only=True):
     """What holds for the requests that it matches. The first policy that matches is the one; see [policies](policies.md)."""
 
@@ -201,6 +213,7 @@ class PolicyRule(_Section, frozen=True, kw_only=True):
     """Once the TTFT SLO cannot be met any more. `wait`: behind those that still can. `reject`: 429. `aggregate`: the decode
     worker does it all. null: wait."""
     limits: PolicyLimits = PolicyLimits()
+    observe: PolicyObserve = PolicyObserve()
     explain: bool = False
     """The decision is in the response header `x-baton-decision`. It names workers."""
     allow_overrides: list[Override] = []

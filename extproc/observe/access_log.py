@@ -27,7 +27,6 @@ LATE_S: Final = 10.0
 
 _MAX_NOTES = 200_000
 """Requests of which a line is awaited; of others nobody would notice that it is missing."""
-_SWEEP_S = 1.0
 _QUIET_S = 1.5
 """Longer than Envoy keeps a batch."""
 
@@ -126,7 +125,7 @@ class AccessLog:
         return als_pb2.StreamAccessLogsResponse()
 
     def take(self, message: als_pb2.StreamAccessLogsMessage) -> None:
-        """One batch. A line that makes no sense is left out, and the others are read."""
+        """One batch."""
         for line in lines(message):
             self.received += 1
             note = self._notes.pop(line.key, None)
@@ -137,12 +136,6 @@ class AccessLog:
             self._told(line, note)
 
     # -- time --------------------------------------------------------------------------------------------------------------
-
-    async def run(self) -> None:
-        """Look for lines that are lost, until cancelled."""
-        while True:
-            await asyncio.sleep(_SWEEP_S)
-            self.sweep()
 
     def sweep(self) -> None:
         """Count what is overdue."""
@@ -155,10 +148,12 @@ class AccessLog:
 
     async def close(self, quiet: Callable[[], bool]) -> None:
         """End the streams once no request is open (``quiet``) and the last lines are here, or have had their time."""
-        while not quiet():
-            await asyncio.sleep(0.05)
-        last_s = self._clock() + _QUIET_S
-        while self._notes and self.streams and self._clock() < last_s:
+        last_s: float | None = None
+        while True:
+            if last_s is None and quiet():
+                last_s = self._clock() + _QUIET_S
+            if last_s is not None and (not self._notes or not self.streams or self._clock() >= last_s):
+                break
             await asyncio.sleep(0.05)
         self._closing.set()
 

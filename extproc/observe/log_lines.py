@@ -32,10 +32,12 @@ Outcome = Literal[
     "worker_error",
     "gateway_error",
 ]
-"""How a request ended, in Envoy's eyes. ``ok``: an answer came whole. ``client_gone``: the client closed before. ``upstream_reset``:
-the worker broke the answer off, or closed the connection before one. ``timeout``: no answer, or a silence that was too long.
-``no_worker``: none could be reached. ``refused``: the filter answered by itself. ``client_error``, ``worker_error``: the worker's
-answer, 4xx or 5xx. ``gateway_error``: any other error of Envoy's own."""
+"""How a request ended, in Envoy's eyes.
+
+``ok``: an answer came whole. ``client_gone``: the client closed before. ``upstream_reset``: the worker broke the answer off, or
+closed the connection before one. ``timeout``: no answer, or a silence that was too long. ``no_worker``: none could be reached.
+``refused``: the filter answered by itself. ``client_error``, ``worker_error``: the worker's answer, 4xx or 5xx.
+``gateway_error``: any other error of Envoy's own."""
 
 # Envoy's flags (short names as in its text log), the ones that say most first.
 _FLAGS: tuple[tuple[str, str, Outcome], ...] = (

@@ -107,7 +107,7 @@ def test_the_first_rule_that_matches_is_the_one() -> None:
 
 def test_without_rules_the_defaults_hold() -> None:
     found = Policies([]).resolve({}, "/v1/completions", "llama", 100)
-    assert found == Resolved(found.policy, Aims(), "", "", "", False, ())
+    assert found == Resolved(found.policy, Aims(), "", "", "", False, None, ())
 
 
 def test_all_of_a_rule_is_in_its_policy() -> None:

@@ -1,0 +1,166 @@
+"""The process that sees the chunks of sampled answers, and holds none: the second ext_proc service, in observability mode.
+
+A process of its own, because a few thousand chunks a second fill one, and the filter's requests must not wait behind them. It
+writes one JSON line an answer (:class:`Sighting`) to its standard output, and ends when its standard input does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from typing import Any, Final
+
+import grpc
+import grpc.aio
+import msgspec
+from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
+
+from extproc.headers import TAGS_NAMESPACE
+from extproc.observe.events import EventReader
+from extproc.observe.log_lines import ID_KEY
+from extproc.observe.quantiles import Counts, bucket_of
+from extproc.observe.sighting import Sighting
+
+SERVICE: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
+
+# A write of so much to a pipe is whole, or does not happen.
+_PIPE_BYTES = 4096
+_SPARE_STREAMS = 64
+_GRACE_S = 1.0
+
+
+class Watch:
+    """One answer: when its tokens came."""
+
+    def __init__(self) -> None:
+        self.reader = EventReader()
+        self.gaps: Counts = {}
+        self.gaps_s = 0.0
+        self.longest_s = 0.0
+        self._last_s: float | None = None
+
+    def chunk(self, body: bytes, now_s: float) -> None:
+        """A piece of the answer passed at ``now_s``."""
+        tokens = self.reader.feed(body)
+        if not tokens:
+            return
+        if self._last_s is None:
+            tokens -= 1  # the first has no gap before it
+        else:
+            self._gap(now_s - self._last_s)
+            tokens -= 1
+        for _ in range(tokens):
+            self._gap(0.0)
+        self._last_s = now_s
+
+    def _gap(self, seconds: float) -> None:
+        bucket = bucket_of(seconds)
+        self.gaps[bucket] = self.gaps.get(bucket, 0) + 1
+        self.gaps_s += seconds
+        self.longest_s = max(self.longest_s, seconds)
+
+    def sighting(self, key: str, *, whole: bool) -> Sighting:
+        """What is to be told of it."""
+        reader = self.reader
+        return Sighting(
+            key=key,
+            whole=whole,
+            failed=reader.failed,
+            finish_reason=reader.finish_reason,
+            tokens=reader.tokens if reader.stated_tokens is None else reader.stated_tokens,
+            events=reader.tokens,
+            prompt_tokens=reader.prompt_tokens,
+            gaps=self.gaps,
+            gaps_s=round(self.gaps_s, 6),
+            longest_s=round(self.longest_s, 6),
+            oversized=reader.oversized,
+        )
+
+
+async def _serve(_: Any, context: Any) -> None:
+    watch, key, whole = Watch(), "", False
+    try:
+        while True:
+            message = await context.read()
+            now_s = time.perf_counter()
+            if message is grpc.aio.EOF:
+                break
+            kind = message.WhichOneof("request")
+            if kind == "response_body":
+                watch.chunk(message.response_body.body, now_s)
+                whole = message.response_body.end_of_stream
+            elif kind == "response_headers":
+                key = _key(message)
+                whole = message.response_headers.end_of_stream
+            elif kind == "response_trailers":
+                whole = True
+            if whole:
+                break
+    except grpc.aio.BaseError:
+        pass  # Envoy is gone
+    finally:
+        # Also where the call is cancelled, which is how Envoy ends it for a client that left.
+        if key:
+            _tell(watch.sighting(key, whole=whole))
+
+
+def _key(message: Any) -> str:
+    metadata = message.metadata_context.filter_metadata
+    if TAGS_NAMESPACE not in metadata:
+        return ""
+    fields = metadata[TAGS_NAMESPACE].fields
+    return str(fields[ID_KEY].string_value) if ID_KEY in fields else ""
+
+
+def _tell(sighting: Sighting) -> None:
+    """Write it, if the filter reads; otherwise it is lost, and the filter notices that it did not come."""
+    line = msgspec.json.encode(sighting) + b"\n"
+    if len(line) > _PIPE_BYTES:
+        line = msgspec.json.encode(msgspec.structs.replace(sighting, gaps={})) + b"\n"
+    try:
+        os.write(sys.stdout.fileno(), line)
+    except (BlockingIOError, BrokenPipeError):
+        return
+
+
+async def watch_streams(listen: str, max_streams: int) -> None:
+    """Serve until standard input ends. Raises RuntimeError if the address cannot be used."""
+    os.set_blocking(sys.stdout.fileno(), False)
+    server = grpc.aio.server(
+        maximum_concurrent_rpcs=max_streams + _SPARE_STREAMS,
+        options=[
+            ("grpc.so_reuseport", 0),
+            ("grpc.http2.min_recv_ping_interval_without_data_ms", 0),
+            ("grpc.http2.max_ping_strikes", 0),
+            ("grpc.keepalive_permit_without_calls", 1),
+        ],
+    )
+    handler = grpc.stream_stream_rpc_method_handler(
+        _serve,
+        request_deserializer=pb.ProcessingRequest.FromString,
+        response_serializer=pb.ProcessingResponse.SerializeToString,
+    )
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"Process": handler}),))
+    server.add_insecure_port(listen)
+    await server.start()
+    over = asyncio.Event()
+    asyncio.get_running_loop().add_reader(sys.stdin.fileno(), lambda: over.set() if not sys.stdin.buffer.read1(64) else None)
+    await over.wait()
+    await server.stop(_GRACE_S)
+
+
+def main() -> None:
+    """``python -m extproc.observe.stream_watch LISTEN MAX_STREAMS``; started by the filter, not by people."""
+    import uvloop
+
+    listen, max_streams = sys.argv[1:]
+    try:
+        uvloop.run(watch_streams(listen, int(max_streams)))
+    except RuntimeError as error:
+        sys.exit(f"observe.listen: {listen}: {error}")
+
+
+if __name__ == "__main__":
+    main()
