@@ -19,6 +19,7 @@ from extproc.errors import ApiError
 from extproc.handoff import Flow, Handoff, Pair
 from extproc.headers import KV_TRANSFER_HEADER
 from extproc.journey import Journey, OverError, Phase
+from extproc.observe.own_time import PREFILL_CALL, REPLY
 from extproc.routing.picker import NoEndpointError
 from extproc.routing.pool import Endpoint
 from extproc.routing.ticket import Ticket
@@ -35,6 +36,7 @@ _STANDSTILL_S = 0.3
 
 async def serve(journey: Journey, ask: Ask, ticket: Ticket) -> None:
     """Hand ``ask`` over from one worker of its ticket to the other. Raises ApiError, RelayedError, OverError."""
+    journey.own.enter(PREFILL_CALL)
     await _FLOWS[journey.parts.connector.flow](journey, ask, ticket)
 
 
@@ -57,11 +59,12 @@ async def _both_at_once(journey: Journey, ask: Ask, ticket: Ticket) -> None:
     pair = _pair(journey, ticket)
     assert ticket.decode is not None
     await _dispatch(journey, ask, journey.parts.connector.announce(pair), ticket.decode)
-    task = asyncio.ensure_future(journey.parts.prefiller.attempt(ask, ticket, pair))
+    task = asyncio.ensure_future(journey.own.of(journey.parts.prefiller.attempt(ask, ticket, pair)))
     try:
         await journey.to_the_end(task)
         if task.done():
-            journey.record.tokens = task.result().handoff.tokens
+            handoff = task.result().handoff
+            journey.record.tokens, journey.record.reported_cached_tokens = handoff.tokens, handoff.cached_tokens
     finally:
         task.cancel()
 
@@ -98,6 +101,7 @@ async def _dispatch(
     journey: Journey, ask: Ask, handoff: Handoff, decode: Endpoint, prompt_token_ids: bytes | None = None
 ) -> None:
     """Let Envoy send the decode leg."""
+    journey.own.enter(REPLY)
     body = ask.request.decode_body(handoff.params, prompt_token_ids)
     if body is not None and len(body) > journey.parts.config.limits.max_body_bytes + BODY_HEADROOM_BYTES:
         # Envoy would find it too large. Token ids can take more room than the prompt, and are not needed.
@@ -114,8 +118,10 @@ async def _dispatch(
     journey.held.callback(_on_end, journey, handoff, answered, journey.parts.clock())
     record, metrics = journey.record, journey.parts.metrics
     record.outcome = "handoff"
-    record.blocks, record.tokens = handoff.blocks, handoff.tokens
-    metrics.handoffs.labels(handoff.connector, handoff.prefill, decode.address).inc()
+    record.blocks, record.tokens, record.reported_cached_tokens = handoff.blocks, handoff.tokens, handoff.cached_tokens
+    if handoff.tokens is not None:
+        journey.sent_to(decode.address, handoff.tokens, handoff=True)
+    metrics.handoffs.inc(handoff.connector, handoff.prefill, decode.address)
     journey.parts.recent.handed_over(handoff.prefill, decode.address)
     if handoff.blocks is not None:
         metrics.handoff_blocks.observe(handoff.blocks)
@@ -170,7 +176,7 @@ async def _while_there(journey: Journey, ask: Ask, ticket: Ticket) -> Prefilled:
     def note(prefill: Endpoint) -> None:
         journey.record.prefill = prefill.address
 
-    task = asyncio.ensure_future(journey.parts.prefiller.obtain(ask, ticket, note))
+    task = asyncio.ensure_future(journey.own.of(journey.parts.prefiller.obtain(ask, ticket, note)))
     taken = False
     try:
         if await journey.over_within(task):

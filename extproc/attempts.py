@@ -20,6 +20,7 @@ from extproc.handoff import Connector, Handoff, HandoffError, Pair
 from extproc.inference import InferenceRequest, token_ids_of
 from extproc.observe.logs import Logger
 from extproc.observe.metrics import Metrics
+from extproc.observe.own_time import OwnTime
 from extproc.observe.pulse import Pulse
 from extproc.prefill import PrefillClient
 from extproc.routing.picker import NoEndpointError
@@ -56,6 +57,8 @@ class Ask(msgspec.Struct, frozen=True):
     """How many other workers are tried after a failure."""
     text_bytes: int = 0
     """Bytes of text in the prompt, to learn from how many of them make a token."""
+    own: OwnTime = msgspec.field(default_factory=OwnTime)
+    """Gets the time that the call costs this process."""
 
 
 class Prefilled(msgspec.Struct, frozen=True):
@@ -90,6 +93,9 @@ class Prefiller:
         self._metrics = metrics
         self._log = log
         self._clock = clock
+        self.in_flight = 0
+        """Calls."""
+        metrics.prefills_in_flight.set_function(lambda: self.in_flight)
 
     async def obtain(self, ask: Ask, ticket: Ticket, on_pick: Callable[[Endpoint], None]) -> Prefilled:
         """A fresh handoff, from the ticket's worker or another one. ``on_pick`` is told of every worker that is tried.
@@ -129,11 +135,11 @@ class Prefiller:
     async def attempt(self, ask: Ask, ticket: Ticket, pair: Pair) -> Prefilled:
         """One call to one worker, measured, and reported to the ledger. Raises ApiError, RelayedError."""
         started = self._clock()
+        self.in_flight += 1
         outcome = "cancelled"
         blame = False
         try:
-            with self._metrics.prefills_in_flight.track_inprogress():
-                prefilled = await self._call(ask, pair)
+            prefilled = await self._call(ask, pair)
             outcome = "ok"
             handoff = prefilled.handoff
             self._dispatcher.prefilled(
@@ -149,7 +155,8 @@ class Prefiller:
         finally:
             if outcome != "ok":
                 self._dispatcher.prefill_failed(ticket, blame=blame)
-            self._metrics.prefill_seconds.labels(outcome).observe(self._clock() - started)
+            self.in_flight -= 1
+            self._metrics.prefill_seconds.observe(self._clock() - started, outcome)
 
     async def _call(self, ask: Ask, pair: Pair) -> Prefilled:
         sent_s = self._clock()
@@ -160,7 +167,7 @@ class Prefiller:
         tokenise_once = self._settings.tokenise_once
         body = ask.request.prefill_body(self._connector.prefill_params(pair), return_token_ids=tokenise_once)
         timeout_s = min(left_s, self._settings.attempt_timeout_s or left_s)
-        reply = await _within(timeout_s, self._client.run(pair.prefill, ask.path, body, headers))
+        reply = await _within(timeout_s, ask.own.of(self._client.run(pair.prefill, ask.path, body, headers)))
         since_s = max(sent_s, self._pulse.not_before())
         try:
             handoff = self._connector.accept(reply, pair)

@@ -19,6 +19,7 @@ from extproc.errors import ApiError
 from extproc.models import Names, unknown_model_message
 from extproc.observe.logs import Logger
 from extproc.observe.metrics import Metrics
+from extproc.observe.reasons import reason_of
 from extproc.routing.job import Job
 from extproc.routing.load import Load
 from extproc.routing.picker import FullError, NoEndpointError
@@ -93,15 +94,18 @@ class Dispatcher:
         """Done when the ticket is no longer waiting; None if it is not."""
         return self._waiting.get(ticket)
 
-    def note(self, ticket: Ticket, request_id: str) -> None:
-        """Keep the decision of a placed ticket for whoever asks why. Raises ApiError if it was turned away."""
+    def note(self, ticket: Ticket, request_id: str, instead_of: str | None = None) -> None:
+        """Count and keep the decision of a placed ticket, for whoever asks why. Raises ApiError if it was turned away.
+
+        ``instead_of``: the error of a handoff that the prompt was to have.
+        """
         if ticket.error is not None:
             self._count_rejected(ticket.error)
             raise self.as_api_error(ticket.error) from None
         decision = ticket.decision
         assert decision is not None
         mode = "aggregate" if decision.prefill is None else "disaggregate"
-        self._metrics.decisions.labels(mode, decision.reason, decision.policy).inc()
+        self._metrics.decisions.inc(mode, instead_of or reason_of(decision), decision.policy)
         if ticket.waiting is not None:
             self._metrics.queue_wait_seconds.observe(decision.queued_s)
         self._decisions.append({"time": time.time(), "request_id": request_id, "decision": decision})
@@ -123,7 +127,13 @@ class Dispatcher:
             if endpoint.address in self._engines:
                 self.restarted(endpoint)
             self._engines[endpoint.address] = engine_id
+        predicted = self.router.predicted_tokens
         self.router.prefill_done(ticket, self._clock(), tokens=tokens, cached_tokens=cached_tokens)
+        if cached_tokens is not None:
+            metrics = self._metrics
+            metrics.prefix_prompt_tokens.inc(by=ticket.job.tokens if tokens is None else tokens)
+            metrics.prefix_predicted_tokens.inc(by=self.router.predicted_tokens - predicted)
+            metrics.prefix_reported_tokens.inc(by=cached_tokens)
         self.stir()
 
     def prefill_failed(self, ticket: Ticket, *, blame: bool) -> None:

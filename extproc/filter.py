@@ -35,7 +35,9 @@ from extproc.errors import ApiError, RelayedError
 from extproc.forms import refuse_transfer_fields
 from extproc.headers import DECISION_HEADER, ROUTING_HEADERS
 from extproc.inference import InferenceRequest, parse
-from extproc.journey import Journey, OverError, Parts, Phase, ProtocolError, Record
+from extproc.journey import Journey, OverError, Parts, Phase, ProtocolError
+from extproc.observe.own_time import ANSWER, PARSE, PHASES, REPLY
+from extproc.observe.reasons import reason_of
 from extproc.observe.tags import UNKNOWN
 from extproc.paths import Treatment, treatment
 from extproc.policy import override_headers
@@ -71,39 +73,44 @@ class Filter:
         self._parts.recent.came()
         with ExitStack() as held:
             journey = Journey(self._parts, stream, held)
-            record = journey.record
             try:
-                await self._travel(journey)
-            except OverError as over:
-                record.outcome = "cancelled"
-                if over.event is not None:
-                    await stream.send(wire.go_on(over.event))
-                    await journey.to_the_end()
-            except ApiError as error:
-                record.outcome, record.status = error.code, error.status
-                await stream.send(_error_reply(error, journey))
-            except RelayedError as error:
-                record.outcome, record.status = "prefill_refused", error.status
-                tags = journey.tags("none").as_dict()
-                answer = wire.Immediate(error.status, error.body, "prefill_refused", error.content_type, tags=tags)
-                await stream.send(wire.immediate_reply(answer))
-            except wire.GoneError:
-                record.outcome = "cancelled"
-            except asyncio.CancelledError:
-                # Envoy resets the stream both when a client leaves and after a finished answer.
-                record.outcome = record.outcome or "cancelled"
-                raise
-            except (ProtocolError, wire.UnsupportedModeError):
-                record.outcome = "protocol_error"
-                raise
-            except Exception:
-                record.outcome, record.status = "internal_error", 500
-                self._parts.log.exception("internal_error", request_id=record.request_id)
-                fault = ApiError("internal_error", f"Baton failed; request id {record.request_id}")
-                await stream.send(_error_reply(fault, journey))
+                await journey.own.of(self._serve(journey))
             finally:
                 self.open_streams -= 1
-                self._note(record, self._parts.clock() - started)
+                self._note(journey, self._parts.clock() - started)
+
+    async def _serve(self, journey: Journey) -> None:
+        """All of it, with an answer to whatever goes wrong."""
+        stream, record = journey.stream, journey.record
+        try:
+            await self._travel(journey)
+        except OverError as over:
+            record.outcome = "cancelled"
+            if over.event is not None:
+                await stream.send(wire.go_on(over.event))
+                await journey.to_the_end()
+        except ApiError as error:
+            record.outcome, record.status = error.code, error.status
+            await stream.send(_error_reply(error, journey))
+        except RelayedError as error:
+            record.outcome, record.status = "prefill_refused", error.status
+            tags = journey.tags("none").as_dict()
+            answer = wire.Immediate(error.status, error.body, "prefill_refused", error.content_type, tags=tags)
+            await stream.send(wire.immediate_reply(answer))
+        except wire.GoneError:
+            record.outcome = "cancelled"
+        except asyncio.CancelledError:
+            # Envoy resets the stream both when a client leaves and after a finished answer.
+            record.outcome = record.outcome or "cancelled"
+            raise
+        except (ProtocolError, wire.UnsupportedModeError):
+            record.outcome = "protocol_error"
+            raise
+        except Exception:
+            record.outcome, record.status = "internal_error", 500
+            self._parts.log.exception("internal_error", request_id=record.request_id)
+            fault = ApiError("internal_error", f"Baton failed; request id {record.request_id}")
+            await stream.send(_error_reply(fault, journey))
 
     async def _travel(self, journey: Journey) -> None:
         """From the headers to the end of the answer."""
@@ -134,12 +141,13 @@ class Filter:
                 raise ApiError("empty_body", "the request needs a JSON body")
             decode = journey.place_other()
             record.outcome = "whole"
-            tags = journey.tags("other").as_dict()
+            tags = journey.tags("none").as_dict()
             change = wire.Mutation(remove_headers=forbidden, destination=decode.address, tags=tags)
             await stream.send(wire.headers_reply(change))
         else:
             change = wire.Mutation(remove_headers=forbidden, watch_answer=how.apart, tags=UNKNOWN.as_dict())
             await stream.send(wire.headers_reply(change))
+            journey.own.enter(PARSE)
             body = (await journey.expect(Phase.BODY, wire.RequestBody)).body
             record.body_bytes = len(body)
             if len(body) > limits.max_body_bytes:
@@ -148,6 +156,7 @@ class Filter:
                 raise ApiError("too_many_requests", f"bodies of {self.held_bytes} bytes are held already")
             with self._holding(len(body)):
                 await self._serve_body(journey, headers, body)
+        journey.own.enter(ANSWER)
         await journey.to_the_end()
 
     @contextmanager
@@ -171,7 +180,7 @@ class Filter:
             decode = journey.place_other(len(body))
             record.outcome = "whole"
             clean = request.clean_body() if request else None
-            tags = journey.tags("other").as_dict()
+            tags = journey.tags("none").as_dict()
             await stream.send(wire.body_reply(wire.Mutation(body=clean, destination=decode.address, tags=tags)))
 
     async def _serve_prompt(self, journey: Journey, headers: dict[str, str], request: InferenceRequest) -> None:
@@ -194,6 +203,7 @@ class Filter:
             parts.metrics.ignored_overrides.labels(name).inc()
         request, job, record.whole_reason = asked.request, asked.job, asked.whole_reason
         journey.job = job
+        journey.tenant = parts.metrics.accounts.tenant(job.tenant, asked.resolved.policy.tenant_header)
         try:
             ticket = await journey.place(job)
         except ApiError as error:
@@ -201,7 +211,7 @@ class Filter:
                 raise
             parts.metrics.fallbacks.labels("aggregate").inc()
             record.whole_reason, job.handoff = error.code, False
-            ticket = await journey.place(job)
+            ticket = await journey.place(job, instead_of=error.code)
         assert ticket.decision is not None and ticket.decode is not None
         if asked.resolved.explain:
             journey.answer_headers[DECISION_HEADER] = ticket.decision.header()
@@ -217,6 +227,7 @@ class Filter:
                 deadline_s=deadline_s,
                 retries=asked.retries,
                 text_bytes=asked.prompt.text_bytes,
+                own=journey.own,
             )
             try:
                 await apart.serve(journey, ask, ticket)
@@ -228,8 +239,10 @@ class Filter:
                 parts.metrics.fallbacks.labels("aggregate").inc()
                 record.whole_reason = error.code
                 decode = apart.still_live(journey, ticket)
-        record.whole_reason = record.whole_reason or ticket.decision.reason
-        parts.metrics.whole.labels(record.whole_reason).inc()
+        journey.own.enter(REPLY)
+        record.whole_reason = record.whole_reason or reason_of(ticket.decision)
+        parts.metrics.whole.inc(record.whole_reason)
+        journey.whole_to(decode.address)
         parts.recent.whole()
         record.outcome = "whole"
         change = wire.Mutation(body=request.clean_body(), destination=decode.address, tags=journey.tags("aggregate").as_dict())
@@ -248,11 +261,20 @@ class Filter:
             raise ApiError("bad_timeout", f"{name} must be a positive number of milliseconds")
         return min(configured_s, wanted_ms / 1e3)
 
-    def _note(self, record: Record, seconds: float) -> None:
+    def _note(self, journey: Journey, seconds: float) -> None:
+        record, metrics = journey.record, self._parts.metrics
         how = record.treatment.value if record.treatment else "unknown"
         if record.status is not None:
             self._parts.recent.answered(record.status)
-        self._parts.metrics.requests.labels(how, record.outcome or "cancelled").inc()
+        labels = journey.labels or journey.tags("none")
+        metrics.requests.inc(how, labels.model, labels.policy, labels.mode, record.outcome or "cancelled")
+        for phase, spent_s in zip(PHASES, journey.own.spent_s, strict=True):
+            if spent_s:
+                metrics.filter_phase_seconds.observe(spent_s, phase)
+        metrics.filter_seconds.observe(sum(journey.own.spent_s))
+        if journey.computed and journey.job is not None:
+            tokens = journey.job.tokens if record.tokens is None else record.tokens
+            metrics.accounts.note_prompt(labels.model, labels.tenant, tokens, record.reported_cached_tokens)
         fields = {key: value for key, value in msgspec.structs.asdict(record).items() if value is not None}
         fields["treatment"] = how
         self._parts.log.info("request", **fields, total_ms=round(seconds * 1e3, 1))

@@ -19,6 +19,7 @@ from extproc.config import Config
 from extproc.discovery.choose import sources
 from extproc.discovery.merge import Discovery
 from extproc.dispatcher import Dispatcher
+from extproc.observe.engines import Engines
 from extproc.observe.load import LoadScraper, Scrape
 from extproc.observe.logs import Logger
 from extproc.observe.metrics import Metrics
@@ -42,6 +43,7 @@ class Fleet:
         dispatcher: Dispatcher,
         *,
         warm_up: WarmUp,
+        engines: Engines,
         metrics: Metrics,
         log: Logger,
         on_change: Callable[[], None],
@@ -54,6 +56,7 @@ class Fleet:
         self._dispatcher = dispatcher
         self._router = dispatcher.router
         self._warm_up = warm_up
+        self._engines = engines
         self._metrics = metrics
         self._log = log
         self._on_change = on_change
@@ -125,8 +128,12 @@ class Fleet:
         self._dispatcher.stir()
         self._on_change()
 
-    def _on_scrape(self, address: str, scrape: Scrape, _at_s: float) -> None:
+    def _on_scrape(self, address: str, scrape: Scrape, asked_s: float) -> None:
+        endpoint = self.pool.get(address)
+        if endpoint is None:
+            return  # it went while it was asked
         self._metrics.scrapes.labels("ok").inc()
+        self._engines.on_scrape(address, endpoint.roles, scrape, asked_s)
         load = scrape.load(self._scrapes.get(address))
         if self._warm_up.took_transfer(address):
             load = msgspec.structs.replace(load, transfer_s=None, transfer_bytes=None)
@@ -139,8 +146,6 @@ class Fleet:
             gone = self._router.sweep()
             if gone:
                 self._log.info("endpoints_gone", endpoints=gone)
-                for address in gone:
-                    self._scrapes.pop(address, None)
                 self._changed()
 
     def _changed(self) -> None:
@@ -204,4 +209,7 @@ class Fleet:
             self._metrics.endpoint_live.labels(*labels).set_function(partial(getattr, endpoint, "live"))
             self._metrics.endpoint_in_flight.labels(*labels).set_function(partial(getattr, leg, "requests"))
             self._metrics.endpoint_tokens.labels(*labels).set_function(partial(getattr, leg, "tokens"))
+        for address in {address for _, address in self._shown} - {address for _, address in present}:
+            self._scrapes.pop(address, None)
+            self._engines.gone(address)
         self._shown = set(present)

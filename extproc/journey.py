@@ -22,8 +22,10 @@ from extproc.config import Config
 from extproc.dispatcher import Dispatcher
 from extproc.handoff import Connector
 from extproc.intake import Intake
+from extproc.observe.engines import Engines
 from extproc.observe.logs import Logger
 from extproc.observe.metrics import Metrics
+from extproc.observe.own_time import DECIDE, QUEUE, OwnTime
 from extproc.observe.tags import NONE, OTHER, Mode, Tags
 from extproc.paths import Treatment
 from extproc.prompt import BytesPerToken
@@ -90,7 +92,11 @@ class Record(msgspec.Struct):
     prefill_ms: float | None = None
     blocks: int | None = None
     tokens: int | None = None
+    """Of the prompt, as the prefill worker counted them."""
     cached_tokens: int | None = None
+    """Of the prompt, expected in the cache of the worker that computes it."""
+    reported_cached_tokens: int | None = None
+    """Of the prompt, that the prefill worker had."""
     body_bytes: int = 0
 
 
@@ -106,6 +112,7 @@ class Parts(msgspec.Struct, frozen=True):
     prefiller: Prefiller
     releaser: Releaser
     warm_up: WarmUp
+    engines: Engines
     metrics: Metrics
     log: Logger
     recent: Recent = msgspec.field(default_factory=Recent)
@@ -128,6 +135,13 @@ class Journey:
         self.ticket: Ticket | None = None
         self.on_answer: Callable[[wire.ResponseHeaders], None] | None = None
         """Told the start of the answer, where Envoy was asked to show it."""
+        self.own = OwnTime()
+        self.tenant = NONE
+        """As a label."""
+        self.labels: Tags | None = None
+        """How it was served; None until it was sent on or answered."""
+        self.answer_status: int | None = None
+        """Of the decode worker, where it is known."""
         self.answer_headers: dict[str, str] = {}
         """What the answer gets beside the worker's own headers."""
 
@@ -167,11 +181,12 @@ class Journey:
         finally:
             watch.cancel()
 
-    async def place(self, job: Job) -> Ticket:
+    async def place(self, job: Job, instead_of: str | None = None) -> Ticket:
         """Workers for a prompt, counted on them until the request ends. It may have to wait for them.
 
-        Raises ApiError, OverError.
+        ``instead_of``: the error of a handoff that it was to have. Raises ApiError, OverError.
         """
+        self.own.enter(DECIDE)
         dispatcher = self.parts.dispatcher
         warm = self.parts.warm_up.admit(job)
         if warm is not None:
@@ -184,11 +199,14 @@ class Journey:
         ticket = self.ticket = dispatcher.submit(job)
         self.held.callback(dispatcher.finish, ticket)
         settled = dispatcher.settled(ticket)
+        self.own.enter(QUEUE)
         if settled is not None and await self.over_within(settled):
             raise OverError(await self.receive(Phase.QUEUE))
-        dispatcher.note(ticket, self.record.request_id)
+        dispatcher.note(ticket, self.record.request_id, instead_of)
         decision = ticket.decision
         assert decision is not None
+        if ticket.waiting is not None:
+            self.own.add(QUEUE, self.parts.clock() - ticket.waiting.came_s - decision.queued_s)
         self.record.decode, self.record.policy = decision.decode, decision.policy
         self.record.cached_tokens = decision.cached_tokens
         if ticket.waiting is not None:
@@ -198,7 +216,28 @@ class Journey:
 
     def tags(self, mode: Mode) -> Tags:
         """How the request is served, for statistics and logs."""
-        return Tags(self._model_label(), NONE if self.job is None else self.job.aims.policy, mode)
+        policy = NONE if self.job is None else self.job.aims.policy
+        self.labels = Tags(self._model_label(), policy, mode, self.tenant)
+        return self.labels
+
+    @property
+    def computed(self) -> bool:
+        """Whether an engine computed the prompt of the request, as far as the filter can know."""
+        if self.record.treatment is None or not self.record.treatment.apart:
+            return False
+        # A decode worker that turns a prompt down has computed nothing; with a handoff, the prefill worker had.
+        turned_down = self.answer_status is not None and self.answer_status >= 400
+        return self.record.outcome == "handoff" or (self.record.outcome == "whole" and not turned_down)
+
+    def whole_to(self, decode: str) -> None:
+        """The prompt goes to a decode worker alone, which computes it."""
+        tokens = 1 if self.job is None else self.job.tokens
+        self.sent_to(decode, int(tokens * _ESTIMATE_SLACK), handoff=False)
+
+    def sent_to(self, decode: str, tokens: int, *, handoff: bool) -> None:
+        """Its decode worker computes so many tokens, or receives them, until the request ends."""
+        sent = self.parts.engines.recompute.sent(decode, tokens, handoff=handoff)
+        self.held.callback(lambda: setattr(sent, "ended_s", self.parts.clock()))
 
     def _model_label(self) -> str:
         model = None if self.job is None else self.job.model
@@ -214,6 +253,7 @@ class Journey:
         if ticket is None or ticket.decode is None:
             return
         chosen = ticket.decode.address
+        self.answer_status = answer.status
         self.parts.recent.answered(answer.status)
         if answer.served is not None and answer.served != chosen:
             self.parts.metrics.served_elsewhere.inc()
@@ -237,8 +277,12 @@ class Journey:
         self.held.callback(self.parts.dispatcher.finish, ticket)
         assert ticket.decode is not None
         self.record.decode = ticket.decode.address
+        self.whole_to(ticket.decode.address)
         return ticket.decode
 
+
+_ESTIMATE_SLACK = 1.5
+"""Times the estimate of a prompt's tokens: so many it may have."""
 
 _NO_CHAIN = Chain(array("Q"), 1.0)
 _AT_ONCE = Aims(policy="other", held=False)

@@ -23,6 +23,7 @@ from extproc.handoff import Pair
 from extproc.handoff.nixl_pull import NixlPull
 from extproc.inference import LEGS, TRANSFER_KEYS, WHOLE_RULES
 from extproc.observe.metrics import Metrics
+from extproc.observe.reasons import REASONS
 from extproc.paths import TABLE, Treatment
 
 _GENERATED = "<!-- Made by `make generate` from the code; change that. -->\n"
@@ -181,18 +182,35 @@ def requests() -> str:
 
 
 def metrics() -> str:
-    """Every metric of the filter."""
+    """Every metric of the filter, by topic."""
     lines = [
         _GENERATED,
         "# Metrics\n",
-        "On the admin port at `/metrics`, in the Prometheus text format.\n",
-        "| metric | type | meaning |",
-        "|---|---|---|",
+        "On the admin port at `/metrics`, in the Prometheus text format. Histograms have `_bucket`, `_sum` and `_count`.",
+        "Labels hold names of the configuration, of workers or of a fixed set; `model` is what live workers list, else",
+        "`other`, and `tenant` one of the first 100, else `other`. `-` stands where there is none. What carries `endpoint`",
+        "goes with its worker. `role` is `prefill`, `decode`, or `both` where a worker does both and reports for both together.\n",
+        "What engines count is added from one look at their `/metrics` to the next, so it survives their restarts and begins",
+        "with the filter. Where requests of other filters run on the same workers, it counts those as well.",
     ]
-    for family in Metrics().registry.collect():
-        name = f"{family.name}_total" if family.type == "counter" else family.name
-        lines.append(f"| `{name}` | {family.type} | {family.documentation} |")
+    topic = ""
+    for entry in Metrics().entries:
+        if entry.topic != topic:
+            if topic == "Decisions":
+                lines += _reasons()
+            topic = entry.topic
+            lines += [f"\n## {topic}\n", "| metric | type | labels | meaning | watch |", "|---|---|---|---|---|"]
+        labels = " ".join(f"`{label}`" for label in entry.labels)
+        lines.append(f"| `{entry.name}` | {entry.kind} | {labels} | {entry.meaning} | {entry.watch} |")
     return "\n".join(lines) + "\n"
+
+
+def _reasons() -> list[str]:
+    return [
+        "\n| `mode` | `reason` | meaning |",
+        "|---|---|---|",
+        *(f"| `{mode}` | `{reason}` | {meaning} |" for (mode, reason), meaning in REASONS.items()),
+    ]
 
 
 PAGES = {"configuration.md": configuration, "errors.md": errors, "requests.md": requests, "metrics.md": metrics}

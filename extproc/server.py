@@ -24,6 +24,7 @@ from extproc.journey import Parts
 from extproc.kv import routing_of
 from extproc.live import Live
 from extproc.observe.cache_servers import CacheServers
+from extproc.observe.engines import Engines
 from extproc.observe.logs import Logger
 from extproc.observe.metrics import Metrics
 from extproc.observe.pulse import Pulse
@@ -77,7 +78,8 @@ class Server:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
-        pulse = Pulse()
+        pulse = Pulse(on_lag=self._metrics.loop_lag_seconds.observe)
+        engines = Engines(self._metrics)
         connector = choose_connector(config.handoff)
         bytes_per_token = BytesPerToken()
         intake = Intake(config, bytes_per_token)
@@ -98,7 +100,13 @@ class Server:
         )
         try:
             fleet = self._fleet = Fleet(
-                config, dispatcher, warm_up=warm_up, metrics=self._metrics, log=self._log, on_change=self._on_endpoint_change
+                config,
+                dispatcher,
+                warm_up=warm_up,
+                engines=engines,
+                metrics=self._metrics,
+                log=self._log,
+                on_change=self._on_endpoint_change,
             )
         except SourceError as error:
             raise OSError(str(error)) from error
@@ -124,6 +132,7 @@ class Server:
                     prefiller=prefiller,
                     releaser=releaser,
                     warm_up=warm_up,
+                    engines=engines,
                     metrics=self._metrics,
                     log=self._log,
                     recent=recent,
@@ -198,8 +207,6 @@ class Server:
         metrics.queue_bytes.set_function(lambda: queue.bytes)
         metrics.queue_work_seconds.set_function(lambda: queue.queued_s)
         metrics.prefix_blocks.set_function(lambda: router.index.blocks)
-        metrics.predicted_cached_tokens.set_function(lambda: router.predicted_tokens)
-        metrics.reported_cached_tokens.set_function(lambda: router.reported_tokens)
 
     def _status(self) -> tuple[bool, dict[str, object]]:
         live, warm = self._pool.ready(), self._warm_up.ready()

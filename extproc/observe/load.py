@@ -6,6 +6,7 @@ The names are those of vLLM 0.32.
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import re
 import time
@@ -51,6 +52,12 @@ class Scrape(msgspec.Struct, kw_only=True):
     itl_sum_s: float | None = None
     """Time between tokens."""
     itl_count: float | None = None
+    itl_buckets: dict[float, float] | None = None
+    """Upper bound in seconds -> how many were up to it."""
+    ttft_sum_s: float | None = None
+    """From the request's arrival at the engine to its first token."""
+    ttft_count: float | None = None
+    ttft_buckets: dict[float, float] | None = None
     prefill_sum_s: float | None = None
     """From being scheduled to the first token."""
     prefill_count: float | None = None
@@ -61,6 +68,17 @@ class Scrape(msgspec.Struct, kw_only=True):
     transfer_sizes: float | None = None
     """How many transfers ``transfer_sum_bytes`` is made of."""
     failed_transfers: float | None = None
+    failed_notifications: float | None = None
+    """A decode worker could not tell that it is done with blocks."""
+    expired_requests: float | None = None
+    """Prefilled, and not fetched within the lease."""
+    late_notifications: float | None = None
+    """A decode worker was done with blocks after their lease."""
+    preemptions: float | None = None
+    sources: dict[str, float] | None = None
+    """Prompt tokens by where their KV came from, under vLLM's names for that."""
+    model: str | None = None
+    """The name under which the engine reports."""
     process_start_s: float | None = None
     """When the process started, Unix time."""
     restarted: bool = False
@@ -113,7 +131,17 @@ _FIELDS = {
     b"nixl_bytes_transferred_sum": "transfer_sum_bytes",
     b"nixl_bytes_transferred_count": "transfer_sizes",
     b"nixl_num_failed_transfers_total": "failed_transfers",
+    b"nixl_num_failed_notifications_total": "failed_notifications",
+    b"nixl_num_kv_expired_reqs_total": "expired_requests",
+    b"nixl_num_notifications_after_expiry_total": "late_notifications",
+    b"num_preemptions_total": "preemptions",
+    b"time_to_first_token_seconds_sum": "ttft_sum_s",
+    b"time_to_first_token_seconds_count": "ttft_count",
 }
+
+_HISTOGRAMS = {b"inter_token_latency_seconds": "itl_buckets", b"time_to_first_token_seconds": "ttft_buckets"}
+
+_SOURCES = b"prompt_tokens_by_source_total"
 
 _COUNTERS = ("prefix_queries", "prompt_tokens", "generation_tokens", "itl_count", "prefill_count", "transfer_count")
 """What only a new engine has less of."""
@@ -121,7 +149,12 @@ _COUNTERS = ("prefix_queries", "prompt_tokens", "generation_tokens", "itl_count"
 _CACHE = b"cache_config_info"
 
 # The newline and the prefix are literal, so that the search jumps from line to line; most lines are buckets of histograms.
-_SAMPLE = re.compile(rb"\nvllm:(%s)(?:\{(.*)\})?[ \t]+(\S{1,64})" % b"|".join((*_FIELDS, _CACHE)))
+_SAMPLE = re.compile(rb"\nvllm:(%s)(?:\{(.*)\})?[ \t]+(\S{1,64})" % b"|".join((*_FIELDS, _CACHE, _SOURCES)))
+_BUCKET = re.compile(
+    rb'\nvllm:(%s)_bucket\{(?:.*,)?le="([^"]{1,64})".*\}[ \t]+(\S{1,64})' % b"|".join(_HISTOGRAMS),
+)
+_SOURCE = re.compile(rb'(?:^|,)source="([a-z_]{1,64})"')
+_MODEL = re.compile(rb'(?:^|,)model_name="([^"\\]{1,256})"')
 _PROCESS_START = re.compile(rb"\nprocess_start_time_seconds(?:\{.*\})?[ \t]+(\S{1,64})")
 _BLOCKS = re.compile(rb',num_gpu_blocks="(\d{1,12})"')
 _BLOCK_SIZE = re.compile(rb',block_size="(\d{1,9})"')
@@ -136,6 +169,8 @@ _HIGHEST = 1e18
 def parse(text: bytes) -> Scrape:
     """A page in Prometheus' text format. Lines that make no sense, and values that are negative or no number, are left out."""
     sums: dict[str, float] = {}
+    sources: dict[str, float] = {}
+    model: str | None = None
     kv_tokens = usages = 0
     page = b"\n" + text
     for name, labels, written in _SAMPLE.findall(page):
@@ -148,6 +183,13 @@ def parse(text: bytes) -> Scrape:
             if blocks and size:
                 kv_tokens += int(blocks[1]) * int(size[1])
             continue
+        if name == _SOURCES:
+            if source := _SOURCE.search(labels):
+                where = source[1].decode()
+                sources[where] = sources.get(where, 0.0) + value
+            continue
+        if name == b"num_requests_running" and (named := _MODEL.search(labels)):
+            model = named[1].decode("utf-8", "replace")
         field = _FIELDS[name]
         usages += field == "kv_usage"
         sums[field] = sums.get(field, 0.0) + value
@@ -155,10 +197,27 @@ def parse(text: bytes) -> Scrape:
         sums["kv_usage"] = min(1.0, sums["kv_usage"] / usages)
     starts = (_number(found[1]) for found in _PROCESS_START.finditer(page))
     start_s = next((value for value in starts if value is not None), None)
-    scrape = Scrape(kv_tokens=kv_tokens or None, process_start_s=start_s)
+    scrape = Scrape(kv_tokens=kv_tokens or None, sources=sources or None, model=model, process_start_s=start_s)
+    for field, buckets in _buckets(page).items():
+        setattr(scrape, field, buckets)
     for field, total in sums.items():
         setattr(scrape, field, total)
     return scrape
+
+
+def _buckets(page: bytes) -> dict[str, dict[float, float]]:
+    """Of the histograms, by field; engines are summed."""
+    found: dict[str, dict[float, float]] = {}
+    for name, end, written in _BUCKET.findall(page):
+        bound, samples = _bound(end), _number(written)
+        if bound is not None and samples is not None:
+            buckets = found.setdefault(_HISTOGRAMS[name], {})
+            buckets[bound] = buckets.get(bound, 0.0) + samples
+    return found
+
+
+def _bound(written: bytes) -> float | None:
+    return math.inf if written == b"+Inf" else _number(written)
 
 
 def _number(written: bytes) -> float | None:

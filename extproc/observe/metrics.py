@@ -1,170 +1,354 @@
-"""Baton's own Prometheus metrics. One registry an instance; every fallback and every error has a counter here."""
+"""Baton's own Prometheus metrics. One registry an instance; every fallback and every error has a counter here.
+
+Names start with ``baton_`` and carry their unit. Label values come from fixed sets, from the configuration or from the
+workers; the one that clients choose, the tenant, is bounded. Counters with a fixed set of values show all of them from the
+start, so that the first event is a step that a query can see.
+"""
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, disable_created_metrics, generate_latest
 
-# Prefill of a few tokens to 1 M tokens; the steps are those of a TTFT SLO.
-_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+from extproc.observe.accounts import Accounts
+from extproc.observe.instruments import Maker
+from extproc.observe.own_time import PHASES
+
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+"""From a prefill of a few tokens to one of a million; the steps are those of a TTFT SLO."""
+
 _BLOCKS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
+
+_OWN_SECONDS = (0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1)
+"""What a program does between two waits."""
+
+ITL_SECONDS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+"""vLLM's own buckets of the time between tokens: no others can be made of them."""
+
+TTFT_SECONDS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560),
+)
+"""vLLM's own, of the time to the first token."""
+
+_FALLBACKS = ("retry", "aggregate", "stale", "decode", "panic", "unwarmed")
+_REJECTIONS = ("queue_full", "queue_wait", "late", "max_in_flight", "deadline", "no_endpoint")
+_PREFILL_OUTCOMES = ("ok", "failed", "refused", "cancelled")
+SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
+"""vLLM's names for where the KV of a prompt token came from."""
+
+_WORKER = ("role", "endpoint")
 
 
 class Metrics:
-    """Names start with ``baton_``; label values come from fixed sets or the configuration, never from a client."""
+    """All of them. ``entries`` lists them for the reference."""
 
     def __init__(self) -> None:
-        self.registry = registry = CollectorRegistry()
-        self.requests = Counter(
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for every counter, which nobody asks for
+        self.registry = CollectorRegistry()
+        make = Maker(self.registry)
+        self.entries = make.entries
+
+        make.topic("Requests")
+        self.requests = make.tally(
             "baton_requests",
-            "Requests by what became of them: handoff, whole, refused, cancelled, or the code of the error",
-            ["treatment", "outcome"],
-            registry=registry,
+            "Requests that ended, by what became of them. `outcome`: `handoff`, `whole` (one worker did all of it), `models`, "
+            "`cancelled` (the client left before it was sent on), `prefill_refused` (the prefill worker's own 4xx), "
+            "`protocol_error`, or a code of [errors](errors.md). `mode`: `disaggregate`, `aggregate`, `none` (no prompt, "
+            "or never placed). `-`: there is none",
+            ("treatment", "model", "policy", "mode", "outcome"),
+            watch="the share of outcomes that are codes of 5xx",
         )
-        self.handoffs = Counter(
-            "baton_handoffs",
-            "KV handoffs given to a decode worker",
-            ["connector", "prefill", "decode"],
-            registry=registry,
-        )
-        self.handoff_blocks = Histogram("baton_handoff_blocks", "KV blocks of a handoff", buckets=_BLOCKS, registry=registry)
-        self.whole = Counter(
-            "baton_whole_requests",
-            "Prompts that one worker prefills and decodes, by reason",
+        self.streams = make.gauge("baton_streams", "Requests open, from the headers to the end of the answer")
+        self.rejected = make.counter(
+            "baton_rejected",
+            "Prompts turned away before they had workers",
             ["reason"],
-            registry=registry,
+            known=_REJECTIONS,
+            watch="any steady rate: the pool is too small, or a policy too strict",
         )
-        self.prefill_seconds = Histogram(
-            "baton_prefill_seconds",
-            "Duration of a prefill call, by outcome",
-            ["outcome"],
-            buckets=_SECONDS,
-            registry=registry,
-        )
-        self.fallbacks = Counter(
+        self.fallbacks = make.counter(
             "baton_fallbacks",
-            "Ways taken that were not the first choice: retry (another prefill worker), aggregate (no prefill), "
-            "stale (a handoff too old to use, prefilled again), decode (another decode worker than was picked), "
-            "panic (every worker of a role failed lately, and one was chosen all the same), "
-            "unwarmed (no pair was warm, and one was chosen all the same)",
+            "Ways taken that were not the first choice: `retry` (another prefill worker), `aggregate` (no prefill), `stale` (a "
+            "handoff too old to use, prefilled again), `decode` (another decode worker than was picked), `panic` (every worker "
+            "of a role failed lately, and one was chosen all the same), `unwarmed` (no pair was warm, and one was chosen all "
+            "the same)",
             ["kind"],
-            registry=registry,
+            known=_FALLBACKS,
+            watch="`retry` and `aggregate` against `baton_requests_total`",
         )
-        self.handoff_age_seconds = Histogram(
+        self.removed_keys = make.counter(
+            "baton_client_keys_removed",
+            "Transfer keys that clients sent and no engine saw",
+            ["key"],
+            watch="anything above 0: somebody tries to reach other prompts' KV",
+        )
+        self.removed_headers = make.counter(
+            "baton_client_headers_removed", "Requests with a routing header that a client sent", watch="the same"
+        )
+        self.ignored_overrides = make.counter("baton_ignored_overrides", "`x-baton-…` headers that no policy allows", ["name"])
+        self.draining = make.gauge("baton_draining", "1 after SIGTERM")
+
+        make.topic("Decisions")
+        self.decisions = make.tally(
+            "baton_decisions",
+            "Prompts that got their workers, by what was chosen and why; the reasons stand below",
+            ("mode", "reason", "policy"),
+            watch="`aggregate` with `prefill_busy` or `no_prefill_worker`: more prefill workers are wanted",
+        )
+        self.whole = make.tally(
+            "baton_whole_requests",
+            "Prompts that one worker prefills and decodes: by the field that forbids a handoff ([requests](requests.md)), the "
+            "reason of the decision, or the error of the prefill that it stands in for",
+            ("reason",),
+        )
+        self.prefix_prompt_tokens = make.tally(
+            "baton_prefix_prompt_tokens", "Prompt tokens of prompts whose prefill worker said how many it had cached"
+        )
+        self.prefix_predicted_tokens = make.tally(
+            "baton_prefix_predicted_tokens",
+            "Of these, expected in its cache",
+            watch="its rate against the reported one: far apart, the prefix index is wrong (evictions, restarts, another block "
+            "size)",
+        )
+        self.prefix_reported_tokens = make.tally(
+            "baton_prefix_reported_tokens",
+            "Of these, that were there",
+            watch="its rate against that of the prompt tokens is the hit ratio",
+        )
+        self.prefix_blocks = make.gauge("baton_prefix_index_blocks", "Blocks in the prefix index")
+        self.served_elsewhere = make.counter(
+            "baton_served_elsewhere", "Answers of another worker than the one that was chosen", watch="anything above 0"
+        )
+
+        make.topic("Queue")
+        self.queue_requests = make.gauge(
+            "baton_queue_requests", "Prompts that wait for a prefill worker", watch="growth over minutes: more prefill workers"
+        )
+        self.queue_bytes = make.gauge("baton_queue_bytes", "Bodies of the prompts that wait")
+        self.queue_work_seconds = make.gauge(
+            "baton_queue_work_seconds", "Prefill seconds that the prompts which wait will need"
+        )
+        self.queue_wait_seconds = make.spread(
+            "baton_queue_wait_seconds", "Time in the queue of prompts that had to wait", bounds=SECONDS
+        )
+
+        make.topic("Prefill and handoff")
+        self.prefill_seconds = make.spread(
+            "baton_prefill_seconds",
+            "Duration of a prefill call",
+            ("outcome",),
+            bounds=SECONDS,
+            known=[(each,) for each in _PREFILL_OUTCOMES],
+            watch='`outcome="failed"` above 0; the 99th percentile of `ok` is most of the TTFT',
+        )
+        self.prefills_in_flight = make.gauge("baton_prefills_in_flight", "Prefill calls in flight")
+        self.handoffs = make.tally(
+            "baton_handoffs",
+            "KV handoffs given to a decode worker; over 5,000 pairs, the later ones are `other`",
+            ("connector", "prefill", "decode"),
+        )
+        self.handoff_blocks = make.spread("baton_handoff_blocks", "KV blocks of a handoff", bounds=_BLOCKS)
+        self.handoff_age_seconds = make.spread(
             "baton_handoff_age_seconds",
             "Age of a handoff when it goes to the decode worker, at the most",
-            buckets=_SECONDS,
-            registry=registry,
+            bounds=SECONDS,
+            watch="anything near `handoff.lease_s`",
         )
-        self.releases = Counter(
+        self.releases = make.counter(
             "baton_releases",
-            "Handoffs that no decode worker fetches, by what became of their blocks: released, failed, dropped",
+            "Handoffs that no decode worker fetches, by what became of their blocks",
             ["outcome"],
-            registry=registry,
+            known=("released", "failed", "dropped"),
+            watch="`failed` and `dropped`: their blocks stay pinned to the end of the lease",
         )
-        self.removed_keys = Counter(
-            "baton_client_keys_removed", "Transfer keys that clients sent and no engine saw", ["key"], registry=registry
-        )
-        self.removed_headers = Counter(
-            "baton_client_headers_removed", "Requests with a routing header that a client sent", registry=registry
-        )
-        self.streams = Gauge("baton_streams", "Requests open, from the headers to the end of the answer", registry=registry)
-        self.prefills_in_flight = Gauge("baton_prefills_in_flight", "Prefill calls in flight", registry=registry)
-        self.endpoint_live = Gauge(
-            "baton_endpoint_live", "1 if the worker answers its health check", ["role", "endpoint"], registry=registry
-        )
-        self.endpoint_in_flight = Gauge(
-            "baton_endpoint_in_flight",
-            "Requests on the worker through this filter",
-            ["role", "endpoint"],
-            registry=registry,
-        )
-        self.decisions = Counter(
-            "baton_decisions",
-            "Decisions by what was chosen (disaggregate, aggregate), why, and the policy",
-            ["mode", "reason", "policy"],
-            registry=registry,
-        )
-        self.rejected = Counter(
-            "baton_rejected",
-            "Prompts turned away: queue_full, queue_wait, late, max_in_flight, deadline, no_endpoint",
-            ["reason"],
-            registry=registry,
-        )
-        self.queue_requests = Gauge("baton_queue_requests", "Prompts that wait for a prefill worker", registry=registry)
-        self.queue_bytes = Gauge("baton_queue_bytes", "Bodies of the prompts that wait", registry=registry)
-        self.queue_work_seconds = Gauge(
-            "baton_queue_work_seconds", "Prefill seconds that the prompts which wait will need", registry=registry
-        )
-        self.queue_wait_seconds = Histogram(
-            "baton_queue_wait_seconds", "Time in the queue of prompts that had to wait", buckets=_SECONDS, registry=registry
-        )
-        self.endpoint_tokens = Gauge(
+
+        make.topic("Workers, as this filter sees them")
+        self.endpoint_live = make.gauge("baton_endpoint_live", "1 if the worker answers its health check", _WORKER, watch="0")
+        self.endpoint_in_flight = make.gauge("baton_endpoint_in_flight", "Requests on the worker through this filter", _WORKER)
+        self.endpoint_tokens = make.gauge(
             "baton_endpoint_tokens",
             "Tokens in flight on the worker through this filter: to prefill, or in its KV cache",
-            ["role", "endpoint"],
-            registry=registry,
+            _WORKER,
         )
-        self.prefix_blocks = Gauge("baton_prefix_index_blocks", "Blocks in the prefix index", registry=registry)
-        self.predicted_cached_tokens = Gauge(
-            "baton_predicted_cached_tokens", "Prompt tokens expected in prefill caches, since the start", registry=registry
+        self.ledger_leaks = make.counter(
+            "baton_ledger_leaks",
+            "Counts of requests in flight that nobody gave back; a fault of Baton",
+            watch="anything above 0",
         )
-        self.reported_cached_tokens = Gauge(
-            "baton_reported_cached_tokens", "Prompt tokens that were there, of the same prompts", registry=registry
+        self.discovery_reloads = make.counter(
+            "baton_discovery_reloads",
+            "Looks at a source of workers",
+            ["source", "outcome"],
+            watch="`failed` and `refused`: the set of workers is out of date",
         )
-        self.scrapes = Counter("baton_scrapes", "Looks at a worker's metrics, by outcome", ["outcome"], registry=registry)
-        self.discovery_reloads = Counter(
-            "baton_discovery_reloads", "Looks at a source of workers, by outcome", ["source", "outcome"], registry=registry
+        self.scrapes = make.counter("baton_scrapes", "Looks at a worker's metrics", ["outcome"], known=("ok", "failed"))
+        self.scrape_age_seconds = make.gauge(
+            "baton_scrape_age_seconds",
+            "Time since the last page of metrics that the worker gave; decisions then rest on the filter's own counts alone",
+            _WORKER,
+            watch="over 10 s",
         )
-        self.ignored_overrides = Counter(
-            "baton_ignored_overrides", "x-baton headers that no policy allows", ["name"], registry=registry
+
+        make.topic("Engines, as they report")
+        self.engine_itl_seconds = make.spread(
+            "baton_engine_itl_seconds",
+            "Time between tokens, of all requests on the workers of a role, from the engines' own histograms",
+            ("role",),
+            bounds=ITL_SECONDS,
+            watch="the 99th percentile of `decode`: prompts that a decode worker computes itself show here",
         )
-        self.served_elsewhere = Counter(
-            "baton_served_elsewhere", "Answers of another worker than the one that was chosen", registry=registry
+        self.engine_ttft_seconds = make.spread(
+            "baton_engine_ttft_seconds",
+            "Time to the first token on the engine, likewise; on a decode worker it holds the transfer",
+            ("role",),
+            bounds=TTFT_SECONDS,
         )
-        self.ledger_leaks = Counter(
-            "baton_ledger_leaks", "Counts of requests in flight that nobody gave back; a fault of Baton", registry=registry
+        self.engine_running = make.gauge("baton_engine_running_requests", "Requests in the scheduler's batches", _WORKER)
+        self.engine_waiting = make.gauge(
+            "baton_engine_waiting_requests",
+            "Requests that wait for the scheduler",
+            _WORKER,
+            watch="above 0 on decode workers: KV memory is short",
         )
-        self.warm_ups = Counter(
+        self.engine_kv_usage = make.gauge(
+            "baton_engine_kv_usage_ratio", "Share of the KV cache in use, 0 to 1", _WORKER, watch="over 0.9 on decode workers"
+        )
+        self.engine_preemptions = make.tally(
+            "baton_engine_preemptions", "Requests that lost their KV memory and began again", _WORKER, watch="any steady rate"
+        )
+        self.engine_prompt_tokens = make.tally(
+            "baton_engine_prompt_tokens",
+            "Prompt tokens by where their KV came from: `local_compute`, `local_cache_hit`, `external_kv_transfer`",
+            (*_WORKER, "source"),
+            watch="`local_compute` on decode workers: it stalls the streams there",
+        )
+        self.engine_generation_tokens = make.tally(
+            "baton_engine_generation_tokens", "Tokens generated, by the model that the engine names", (*_WORKER, "model")
+        )
+        self.engine_recomputed_tokens = make.tally(
+            "baton_engine_recomputed_tokens",
+            "Silent recompute: prompt tokens that a decode worker computed itself although they were handed over, at the least",
+            ("endpoint",),
+            watch="anything above 0: answers are right, the transfer was in vain (`kv_load_failure_policy: recompute`)",
+        )
+        self.engine_transfers = make.tally("baton_engine_transfers", "KV transfers that the worker received", _WORKER)
+        self.engine_transfer_seconds = make.tally(
+            "baton_engine_transfer_seconds", "Their duration, all together", _WORKER, watch="its rate by that of the transfers"
+        )
+        self.engine_transfer_bytes = make.tally("baton_engine_transfer_bytes", "Their size, all together", _WORKER)
+        self.engine_failed_transfers = make.tally(
+            "baton_engine_failed_transfers", "KV transfers that failed, handshakes included", _WORKER, watch="anything above 0"
+        )
+        self.engine_failed_notifications = make.tally(
+            "baton_engine_failed_notifications",
+            "Times that a decode worker could not say that it is done with blocks",
+            _WORKER,
+            watch="anything above 0: blocks stay pinned",
+        )
+        self.engine_expired_requests = make.tally(
+            "baton_engine_expired_requests",
+            "Handoffs whose lease ended before they were read",
+            _WORKER,
+            watch="anything above 0: KV memory was held for nothing, or a decode worker came too late",
+        )
+        self.engine_late_notifications = make.tally(
+            "baton_engine_notifications_after_expiry",
+            "Times that a decode worker was done with blocks that were free already: it may have read another prompt's KV. "
+            "Some errors of a decode worker count here too and mean nothing ([architecture](architecture.md))",
+            _WORKER,
+            watch="anything above 0: raise the lease (`kv_lease_duration`, `handoff.lease_s`)",
+        )
+        self.engine_restarts = make.tally("baton_engine_restarts", "New engines at an address", _WORKER, watch="any")
+
+        make.topic("Tokens")
+        self.tokens = make.tally(
+            "baton_tokens",
+            "Tokens by `kind`: `prompt` (as the prefill worker counted them; for a prompt without one, estimated from its "
+            "text), `cached` (of these, found in the prefill worker's cache), `completion` (only where Envoy's gRPC access log "
+            "is on; "
+            "`baton_engine_generation_tokens_total` has them by model in any case). `tenant`: the first 100 of the policies' "
+            "`tenant_header`, then `other`",
+            ("model", "tenant", "kind"),
+        )
+        self.accounts = Accounts(self.tokens)
+
+        make.topic("The filter itself")
+        self.filter_seconds = make.spread(
+            "baton_filter_seconds",
+            "The filter's own time for one request: what it computes, not what it waits for",
+            bounds=_OWN_SECONDS,
+            watch="the 99th percentile over 10 ms",
+        )
+        self.filter_phase_seconds = make.spread(
+            "baton_filter_phase_seconds",
+            "The same by phase: `headers`, `parse` (body, policy, block hashes), `decide`, `queue` (from the decision to when "
+            "it is acted on), `prefill_call`, `reply`, `answer` (its start)",
+            ("phase",),
+            bounds=_OWN_SECONDS,
+            known=[(each,) for each in PHASES],
+        )
+        self.loop_lag_seconds = make.spread(
+            "baton_event_loop_lag_seconds",
+            "How late the event loop ran a timer, ten times a second",
+            bounds=_OWN_SECONDS,
+            watch="the 99th percentile over 50 ms: too little CPU, or a fault of Baton",
+        )
+
+        make.topic("Warm-up")
+        self.warm_ups = make.counter(
             "baton_warm_up",
-            "Handoffs that the filter made to let two workers meet, by outcome: ok, failed, given_up (a failure that was one too "
-            "many)",
+            "Handoffs that the filter made to let two workers meet: `ok`, `failed`, `given_up` (one failure too many)",
             ["outcome"],
-            registry=registry,
+            known=("ok", "failed", "given_up"),
+            watch="`given_up`",
         )
-        self.warm_up_seconds = Histogram(
-            "baton_warm_up_seconds", "Duration of those that went well", buckets=_SECONDS, registry=registry
+        self.warm_up_seconds = make.histogram("baton_warm_up_seconds", "Duration of those that went well", bounds=SECONDS)
+        self.pairs_warm = make.gauge("baton_pairs_warm", "Pairs of live workers that have made a handoff")
+        self.pairs_cold = make.gauge("baton_pairs_cold", "Pairs of live workers that have not", watch="above 0 for minutes")
+        self.endpoints_warming = make.gauge(
+            "baton_endpoints_warming", "Live workers that get no clients' requests until they are warm"
         )
-        self.pairs_warm = Gauge("baton_pairs_warm", "Pairs of live workers that have made a handoff", registry=registry)
-        self.pairs_cold = Gauge("baton_pairs_cold", "Pairs of live workers that have not", registry=registry)
-        self.endpoints_warming = Gauge(
-            "baton_endpoints_warming", "Live workers that get no clients' requests until they are warm", registry=registry
+        self.warm_up_waiting = make.gauge("baton_warm_up_waiting_requests", "Prompts that wait until a pair of workers is warm")
+
+        make.topic("Cache servers")
+        self.cache_server_up = make.gauge(
+            "baton_cache_server_up", "1 if the cache server answers its health check", ["server"], watch="0"
         )
-        self.warm_up_waiting = Gauge(
-            "baton_warm_up_waiting_requests", "Prompts that wait until a pair of workers is warm", registry=registry
+        self.cache_server_lookup_tokens = make.counter(
+            "baton_cache_server_lookup_tokens", "Tokens that workers looked up on the cache server", ["server"]
         )
-        self.cache_server_up = Gauge(
-            "baton_cache_server_up", "1 if the cache server answers its health check", ["server"], registry=registry
+        self.cache_server_hit_tokens = make.counter(
+            "baton_cache_server_hit_tokens", "Tokens of these that the cache server had", ["server"]
         )
-        self.cache_server_lookup_tokens = Counter(
-            "baton_cache_server_lookup_tokens",
-            "Tokens that workers looked up on the cache server",
-            ["server"],
-            registry=registry,
+        self.cache_server_usage = make.gauge(
+            "baton_cache_server_usage_ratio", "Share of the cache server's memory tier in use", ["server"]
         )
-        self.cache_server_hit_tokens = Counter(
-            "baton_cache_server_hit_tokens", "Tokens of these that the cache server had", ["server"], registry=registry
-        )
-        self.cache_server_usage = Gauge(
-            "baton_cache_server_usage_ratio", "Share of the cache server's memory tier in use", ["server"], registry=registry
-        )
-        self.cache_server_below_bytes = Gauge(
+        self.cache_server_below_bytes = make.gauge(
             "baton_cache_server_below_bytes",
             "Bytes that the cache server has put on the tiers below its memory since it started",
             ["server"],
-            registry=registry,
         )
-        self.draining = Gauge("baton_draining", "1 after SIGTERM", registry=registry)
 
     def render(self) -> bytes:
         """The text exposition format."""
         return generate_latest(self.registry)
+
+    def forget(self, endpoint: str) -> None:
+        """A worker has gone: so do its series."""
+        for tally in (
+            self.engine_preemptions,
+            self.engine_prompt_tokens,
+            self.engine_generation_tokens,
+            self.engine_recomputed_tokens,
+            self.engine_transfers,
+            self.engine_transfer_seconds,
+            self.engine_transfer_bytes,
+            self.engine_failed_transfers,
+            self.engine_failed_notifications,
+            self.engine_expired_requests,
+            self.engine_late_notifications,
+            self.engine_restarts,
+        ):
+            tally.forget("endpoint", endpoint)
+        self.handoffs.forget("prefill", endpoint)
+        self.handoffs.forget("decode", endpoint)

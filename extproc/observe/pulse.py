@@ -16,14 +16,20 @@ _BEAT_S = 0.1
 class Pulse:
     """Beats ten times a second while the loop runs."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, on_lag: Callable[[float], None] = lambda _lag_s: None
+    ) -> None:
+        """``on_lag`` is told by how many seconds each beat was late."""
         self._clock = clock
+        self._on_lag = on_lag
         self._before = self._last = clock()
 
     async def run(self) -> None:
         """Beat until cancelled."""
         while True:
+            due_s = self._clock() + _BEAT_S
             await asyncio.sleep(_BEAT_S)
+            self._on_lag(max(self._clock() - due_s, 0.0))
             self.beat()
 
     def beat(self) -> None:
