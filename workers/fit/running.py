@@ -2,16 +2,42 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
+from workers import obsolete
 from workers.fit.misfit import Misfit, Pair, Severity, text
 from workers.memory import memory_of
 from workers.spec import ports
-from workers.vllm import transfer_config
+from workers.vllm import command, transfer_config
 
 _MANY_SEQS = 64
 """From here on a decode batch keeps a GPU busy without guessing."""
 _SHORT_LEASE_S = 60
+
+
+def _starts(pair: Pair) -> Iterator[Misfit]:
+    for side in pair.sides:
+        spec = side.spec
+        if len(spec.ranks) < spec.data_parallel_size:  # which ranks, and where the others are, is said when a node is started
+            spec = replace(spec, data_parallel_rank=spec.data_parallel_rank or 0, data_parallel_address="10.0.0.1")
+        try:
+            obsolete.check_environment(dict(spec.env))
+            obsolete.check_arguments(spec.extra_args)
+            if spec.transfer_config is not None:
+                obsolete.check_transfer_config(json.dumps(spec.transfer_config), spec.role, lease_s=spec.kv_lease_s)
+            command(spec)
+        except ValueError as error:
+            yield Misfit(
+                rule="command",
+                severity=Severity.ERROR,
+                prefill=str(error) if side is pair.prefill else "",
+                decode=str(error) if side is pair.decode else "",
+                why=f"{side.name} is not started like this",
+                source="workers/vllm.py, workers/obsolete.py",
+                fix="what the message says",
+            )
 
 
 def _served_name(pair: Pair) -> Iterator[Misfit]:
@@ -235,6 +261,7 @@ def _memory(pair: Pair) -> Iterator[Misfit]:
 
 
 RULES: tuple[Callable[[Pair], Iterator[Misfit]], ...] = (
+    _starts,
     _served_name,
     _speculation,
     _load_failure,
