@@ -5,6 +5,7 @@ Nothing is started here.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -185,6 +186,8 @@ def _take_transfer_config(spec: WorkerSpec, notes: list[str]) -> WorkerSpec:
             value = spec.extra_args[index]
             index += 1
         text = value
+    if text is None and spec.transfer_config is not None:
+        text = json.dumps(spec.transfer_config)  # the profile's
     if text is None:
         return spec
     if spec.cache_server is not None:

@@ -275,6 +275,16 @@ def test_a_pasted_config_takes_the_place_of_ours_and_keeps_the_profiles_policy()
         make("--kv-transfer-config=" + old(), cache_server="10.0.0.9:5555")
 
 
+def test_the_config_of_a_profile_is_put_right_like_a_pasted_one() -> None:
+    made = make(transfer_config={"kv_connector": "NixlPushConnector", "kv_rank": 1})
+    config = json.loads(option(made, "--kv-transfer-config"))
+    assert config == {
+        "kv_connector": "NixlPushConnector",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"kv_lease_duration": 120},
+    }
+
+
 def test_the_old_timeout_becomes_the_lease_unless_there_is_one() -> None:
     environ = {"VLLM_NIXL_ABORT_REQUEST_TIMEOUT": "480"}
     made = make(environ=environ)
