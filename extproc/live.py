@@ -51,11 +51,12 @@ class Live:
         recent: Recent,
         status: Status,
         *,
-        times: Callable[[], doc.TimesNow] | None = None,
+        times: Callable[[], Mapping[str, Any]] | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """``status`` is what ``/healthz`` shows. ``times``: TTFT and ITL as clients see them; without it, the engines' own."""
+        """``status`` is what ``/healthz`` shows. ``times``: as :meth:`extproc.observe.times.Times.snapshot` says
+        how long clients waited; what it does not know, the engines may."""
         self._config = config
         self._dispatcher = dispatcher
         self._recent = recent
@@ -175,11 +176,10 @@ class Live:
         )
 
     def _times_now(self) -> doc.TimesNow:
-        if self._times is not None:
-            found = self._times()
-            if found.source != "none":
-                return found
-        return _of_engines(self._dispatcher.router.pool.endpoints)
+        found = _seen(self._times()) if self._times is not None else doc.TimesNow()
+        if found.itl is None:
+            found.itl = _itl_of_engines(self._dispatcher.router.pool.endpoints)
+        return found
 
     def _history(self) -> doc.History:
         points = self._points
@@ -207,17 +207,17 @@ class _Point:
     __slots__ = ("itl_p50_s", "itl_p99_s", "queue_requests", "requests_per_s", "ttft_p50_s", "ttft_p99_s")
 
     def __init__(self, times: doc.TimesNow, requests_per_s: float, queue_requests: int) -> None:
-        ttft, itl = times.ttft or doc.Quantiles(), times.itl or doc.Quantiles()
-        self.ttft_p50_s = _or(ttft.p50_s, ttft.mean_s)
-        self.ttft_p99_s = ttft.p99_s
-        self.itl_p50_s = _or(itl.p50_s, itl.mean_s)
-        self.itl_p99_s = itl.p99_s
+        self.ttft_p50_s, self.ttft_p99_s = _ends(times.ttft)
+        self.itl_p50_s, self.itl_p99_s = _ends(times.itl)
         self.requests_per_s = round(requests_per_s, 2)
         self.queue_requests = queue_requests
 
 
-def _or(first: float | None, second: float | None) -> float | None:
-    return second if first is None else first
+def _ends(found: doc.Quantiles | None) -> tuple[float | None, float | None]:
+    """The middle, or where only a mean is known that; and the 99th percentile."""
+    if found is None:
+        return None, None
+    return found.p50_s if found.p50_s is not None else found.mean_s, found.p99_s
 
 
 def _by_worker(pairs: Mapping[tuple[str, str], int]) -> dict[str, int]:
@@ -304,7 +304,37 @@ def _candidate(candidate: Candidate, why: str | None) -> doc.CandidateNow:
     )
 
 
-def _of_engines(endpoints: tuple[Endpoint, ...]) -> doc.TimesNow:
+def _seen(times: Mapping[str, Any]) -> doc.TimesNow:
+    by = sorted(times.get("by", ()), key=lambda each: -int(each.get("answers", 0)))[: doc.TIMES_MOST]
+    return doc.TimesNow(
+        window_s=times["window_s"],
+        ttft=_quantiles(times, "ttft"),
+        itl=_quantiles(times, "itl"),
+        by=[
+            doc.TimesOf(
+                model=_short(each["model"]) or "",
+                policy=_short(each["policy"]) or "",
+                mode=each["mode"],
+                answers=each["answers"],
+                ttft=_quantiles(each, "ttft"),
+                itl=_quantiles(each, "itl"),
+            )
+            for each in by
+        ],
+    )
+
+
+def _quantiles(times: Mapping[str, Any], name: str) -> doc.Quantiles | None:
+    found = times[name]
+    if found is None:
+        return None
+    # Only gaps between tokens are watched; the rest is what Envoy measures.
+    source = times["source"] if name == "itl" else "envoy access log"
+    p50_s, p90_s, p99_s = (round(found[each], 6) for each in ("p50_s", "p90_s", "p99_s"))
+    return doc.Quantiles(source=source, p50_s=p50_s, p90_s=p90_s, p99_s=p99_s, samples=found["samples"])
+
+
+def _itl_of_engines(endpoints: tuple[Endpoint, ...]) -> doc.Quantiles | None:
     """What the decode workers say: the mean of each counts by the requests that it runs."""
     total_s = weights = 0.0
     for endpoint in endpoints:
@@ -313,9 +343,7 @@ def _of_engines(endpoints: tuple[Endpoint, ...]) -> doc.TimesNow:
             weight = max(1.0, load.running or 0.0)
             total_s += weight * load.itl_s
             weights += weight
-    if not weights:
-        return doc.TimesNow()
-    return doc.TimesNow(source="engines", itl=doc.Quantiles(mean_s=round(total_s / weights, 5)))
+    return doc.Quantiles(source="engines", mean_s=round(total_s / weights, 5)) if weights else None
 
 
 def _failing(pair: Mapping[str, Any]) -> str:

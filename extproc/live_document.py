@@ -17,11 +17,11 @@ WORKERS_MOST = 1_000
 PAIRS_MOST = 500
 DECISIONS_MOST = 20
 FAULTS_MOST = 20
+TIMES_MOST = 20
 TEXT_MOST = 200
 """Characters of a text that comes from elsewhere: an error, a label, the id of a request."""
 
 State = Literal["live", "warming", "failing", "leaving", "down"]
-Outlook = Literal["envoy", "engines", "none"]
 
 
 class WorkerNow(msgspec.Struct, kw_only=True):
@@ -101,6 +101,8 @@ class RatesNow(msgspec.Struct, kw_only=True):
 class Quantiles(msgspec.Struct, kw_only=True):
     """Of a time in seconds. null: the source does not know it."""
 
+    source: str
+    """`envoy access log` and `stream watch`: as clients saw it. `engines`: as the workers report it."""
     p50_s: float | None = None
     p90_s: float | None = None
     p99_s: float | None = None
@@ -108,14 +110,27 @@ class Quantiles(msgspec.Struct, kw_only=True):
     samples: int | None = None
 
 
-class TimesNow(msgspec.Struct, kw_only=True):
-    """Time to the first token and between tokens, all policies and models together."""
+class TimesOf(msgspec.Struct, kw_only=True):
+    """The same, of the answers of one model under one policy in one mode."""
 
-    source: Outlook = "none"
-    """`envoy`: as clients saw it. `engines`: as the workers report it, without network and prefill. `none`: nothing yet."""
-    window_s: float | None = None
+    model: str
+    policy: str
+    mode: str
+    answers: int
     ttft: Quantiles | None = None
     itl: Quantiles | None = None
+
+
+class TimesNow(msgspec.Struct, kw_only=True):
+    """Time to the first token and between tokens, of the answers of the last `window_s`."""
+
+    window_s: float | None = None
+    """null: nobody tells how long answers took; what there is comes from the engines' last reports."""
+    ttft: Quantiles | None = None
+    """Of all of them. null: there was none."""
+    itl: Quantiles | None = None
+    by: list[TimesOf] = []
+    """Those with the most answers first."""
 
 
 class Target(msgspec.Struct, kw_only=True):

@@ -8,7 +8,7 @@ const OLD_REPORT_S = 10;
 const ROWS_FROM = 9; // workers of a role from which each gets one line
 const TILES_FROM = 33; // and from which each gets a tile
 const LINES_MOST = 160;
-const FULL_BACKLOG_S = 2.5; // a prefill worker's load bar is full here, or at the longest backlog of the pool
+const FULL_BACKLOG_S = 1; // a prefill worker's load bar is full at the least TTFT SLO, or here; or at the longest backlog
 const KV_WARN = 0.85;
 const KV_BAD = 0.95;
 
@@ -52,6 +52,7 @@ function say(element, text) {
 
 function time(seconds) {
   if (seconds === null || seconds === undefined) return "–";
+  if (seconds < 5e-6) return "0 ms";
   if (seconds >= 9.95) return `${seconds.toFixed(0)} s`;
   if (seconds >= 0.9995) return `${seconds.toFixed(2)} s`;
   const ms = seconds * 1000;
@@ -64,7 +65,7 @@ function milliseconds(ms) {
 
 function count(number) {
   if (number >= 999_500) return `${(number / 1e6).toFixed(1)} M`;
-  return number >= 9_999.5 ? `${(number / 1e3).toFixed(0)} k` : Math.round(number).toLocaleString("en");
+  return number >= 99_999.5 ? `${(number / 1e3).toFixed(0)} k` : Math.round(number).toLocaleString("en");
 }
 
 function rate(number) {
@@ -76,7 +77,8 @@ function plural(number, what) {
 }
 
 function percent(share) {
-  return share === null || share === undefined ? "–" : `${(share * 100).toFixed(share < 0.0995 ? 1 : 0)} %`;
+  if (share === null || share === undefined) return "–";
+  return `${(share * 100).toFixed(share > 0.0005 && share < 0.0995 ? 1 : 0)} %`;
 }
 
 function span(seconds) {
@@ -121,6 +123,7 @@ function show() {
   showTimes($("ttft"), doc.times.ttft, doc, "ttft");
   showTimes($("itl"), doc.times.itl, doc, "itl");
   showRates(doc);
+  showBy(doc);
   showQueue(doc);
   showPool(doc);
   showWorker(doc);
@@ -198,8 +201,8 @@ function showTimes(panel, found, doc, name) {
   const first = found === null ? null : found.p50_s ?? found.mean_s;
   if (first === null) {
     parts.big.replaceChildren("–");
-    parts.more.replaceChildren(doc.times.source === "engines" && name === "ttft"
-      ? "not known: Envoy's access log is off" : "no answer seen lately");
+    parts.more.replaceChildren(doc.times.window_s === null && name === "ttft"
+      ? "only Envoy's access log tells, and it is off" : "no answer lately");
   } else {
     parts.big.replaceChildren(time(first), make("small", null, found.p50_s === null ? "mean" : "median"));
     const over = (seconds) => slo !== null && seconds !== null && seconds > slo.seconds;
@@ -212,7 +215,8 @@ function showTimes(panel, found, doc, name) {
   const history = doc.history;
   sparkline(parts.spark, history[`${name}_p50_s`], history[`${name}_p99_s`], slo?.seconds ?? null,
     `${name.toUpperCase()} of the last ${span(history.step_s * history.requests_per_s.length)}`);
-  const from = { envoy: "as clients see it", engines: "as the engines report it", none: "" }[doc.times.source] ?? doc.times.source;
+  const from = found === null ? "" : `${found.source === "engines" ? "as the engines report it" : "as clients see it"}` +
+    `${found.samples === null ? "" : `, ${span(doc.times.window_s)}`}`;
   const goal = slo === null ? "" : `${from === "" ? "" : " · "}SLO ${time(slo.seconds)} (${slo.policy})`;
   say(parts.source, `${first === null ? "" : from}${goal}`);
 }
@@ -237,6 +241,29 @@ function showQueue(doc) {
   sparkline(parts.spark, doc.history.queue_requests, [], null, "prompts that waited");
   const waiting = doc.filter.warm_up.waiting_requests;
   say(parts.source, waiting > 0 ? `${plural(waiting, "more prompt")} for workers to be warm` : "");
+}
+
+function showBy(doc) {
+  $("by").hidden = doc.times.by.length === 0;
+  if (doc.times.by.length === 0) return;
+  say($("by-note"), `streamed answers of the last ${span(doc.times.window_s)}`);
+  const slos = new Map(doc.targets.map((each) => [each.policy, each]));
+  const three = (found, slo) => ["p50_s", "p90_s", "p99_s"].map((name) => {
+    const late = slo !== null && slo !== undefined && found !== null && found[name] > slo;
+    return make("td", { class: late ? "late" : null }, found === null ? "–" : time(found[name]));
+  });
+  const rows = doc.times.by.map((each) => {
+    const slo = slos.get(each.policy);
+    return make("tr", null,
+      make("td", { class: "name" }, each.policy), make("td", { class: "name" }, each.model), make("td", { class: "name" }, each.mode),
+      make("td", null, count(each.answers)),
+      ...three(each.ttft, slo?.ttft_s), make("td", { class: "goal" }, time(slo?.ttft_s)),
+      ...three(each.itl, slo?.itl_s), make("td", { class: "goal" }, time(slo?.itl_s)));
+  });
+  const heads = ["policy", "model", "mode", "answers", "TTFT p50", "p90", "p99", "SLO", "ITL p50", "p90", "p99", "SLO"];
+  $("by-table").replaceChildren(make("table", null,
+    make("thead", null, make("tr", null, ...heads.map((name, index) => make("th", { scope: "col", class: index < 3 ? "name" : null }, name)))),
+    make("tbody", null, ...rows)));
 }
 
 const WIDE = 300, HIGH = 44, POINTS = 150;
@@ -284,13 +311,15 @@ function showPool(doc) {
   const of = { prefill: [], decode: [] };
   for (const worker of doc.workers) for (const role of worker.roles) of[role]?.push(worker);
   const most = {
-    backlog: Math.max(FULL_BACKLOG_S, ...doc.workers.map((each) => each.backlog_s)),
+    backlog: Math.max(target(doc, "ttft")?.seconds ?? FULL_BACKLOG_S, ...doc.workers.map((each) => each.backlog_s)),
     requests: Math.max(8, ...doc.workers.map((each) => each.decode_requests)),
   };
   const widest = Math.max(of.prefill.length, of.decode.length);
   const picture = $("picture");
   picture.classList.toggle("rows", widest >= ROWS_FROM && widest < TILES_FROM);
   picture.classList.toggle("tiles", widest >= TILES_FROM);
+  say($("legend-load"), widest >= TILES_FROM ? "number: requests in flight" : "load: prefill work in seconds, decode in requests");
+  say($("legend-kv"), widest >= TILES_FROM ? "filled: KV cache in use" : "KV cache in use");
   picture.classList.toggle("chosen-one", view.worker !== null);
   for (const role of ["prefill", "decode"]) {
     showSide(role, of[role], most, doc);
@@ -416,7 +445,7 @@ function showFlows(doc) {
     for (const line of both) if (line.getAttribute("d") !== d) line.setAttribute("d", d);
     both[0].setAttribute("class", `flow${of}`);
     both[1].setAttribute("class", `flow-move${of}`);
-    both[0].setAttribute("stroke-width", (1 + 6 * Math.sqrt(pair.count / most)).toFixed(1));
+    both[0].setAttribute("stroke-width", (1 + 4 * Math.sqrt(pair.count / most)).toFixed(1));
   }
   for (const [key, both] of lines) {
     if (!seen.has(key)) {
@@ -476,30 +505,36 @@ function showWorker(doc) {
 
 function showList(doc) {
   const box = $("decision-list");
-  const busy = box.matches(":hover") || box.contains(document.activeElement);
-  say($("decisions-note"), doc.decisions.length === 0 ? "" : busy ? "kept still while you are here" : "choose one to see what was weighed");
+  const busy = view.decision !== null || box.matches(":hover") || box.contains(document.activeElement);
+  const note = view.decision !== null ? "kept still while one is open" : busy ? "kept still while you are here"
+    : "choose one to see what was weighed";
+  say($("decisions-note"), doc.decisions.length === 0 ? "" : note);
   const now = performance.now();
   if (box.children.length > 1 && (busy || now - view.listedMs < LIST_EVERY_MS)) return;
   view.listedMs = now;
   if (doc.decisions.length === 0) {
     const host = doc.filter.listens_on.replace(/^0\.0\.0\.0/, "127.0.0.1");
     const at = host.startsWith("unix:") ? "ENVOY" : host;
-    box.replaceChildren(make("div", { class: "empty" }, "No prompt was placed yet. Send one through Envoy:",
+    box.replaceChildren($("decision"), make("div", { class: "empty" }, "No prompt was placed yet. Send one through Envoy:",
       make("code", null, `curl http://${at}/v1/completions -H 'content-type: application/json' \\\n  -d '{"model": "MODEL", "prompt": "Hello", "max_tokens": 16}'`)));
     return;
   }
-  box.replaceChildren(headings(), ...doc.decisions.map(row));
+  box.replaceChildren(headings(), ...doc.decisions.map(row), $("decision"));
 }
 
 function headings() {
-  const [when, to, tokens, reason, wait, ttft] = ["time", "prefill → decode", "tokens", "why, policy", "queued", "TTFT expected"];
-  return make("div", { class: "decision headings", "aria-hidden": "true" }, make("span", null, when), make("span", null, to),
-    make("span", { class: "right" }, tokens), make("span", null, reason), make("span", { class: "right" }, wait), make("span", { class: "right" }, ttft));
+  const heading = (words, right) => make("span", { class: right ? "right" : null }, words);
+  return make("div", { class: "decision headings", "aria-hidden": "true" }, heading("time"), heading("prefill → decode"),
+    heading("policy, reason"), heading("tokens", true), heading("cached", true), heading("queued", true), heading("TTFT expected", true));
 }
 
 function workers(decision) {
   if (decision.prefill === null) return [make("span", { class: "into" }, decision.decode), " alone"];
   return [make("span", { class: "from" }, decision.prefill), " → ", make("span", { class: "into" }, decision.decode)];
+}
+
+function cachedShare(decision) {
+  return decision.prompt_tokens ? decision.cached_tokens / decision.prompt_tokens : 0;
 }
 
 function same(one, other) {
@@ -512,8 +547,9 @@ function row(decision) {
     on: { click: (event) => chooseDecision(decision, event.currentTarget) } },
   make("span", { class: "when" }, clock(decision.at)),
   make("span", { class: "to" }, ...workers(decision)),
+  make("span", { class: "reason" }, `${decision.policy}, ${decision.reason.replaceAll("_", " ")}`),
   make("span", { class: "right tokens" }, count(decision.prompt_tokens)),
-  make("span", { class: "reason" }, `${decision.reason.replaceAll("_", " ")}, ${decision.policy}`),
+  make("span", { class: "right tokens" }, percent(cachedShare(decision))),
   make("span", { class: "right tokens" }, `${milliseconds(decision.queued_ms)} ms`),
   make("span", { class: "right tokens" }, `${milliseconds(decision.ttft_ms)} ms`));
 }
@@ -523,10 +559,13 @@ function chooseDecision(decision, button) {
   view.decision = again ? null : decision;
   for (const each of $("decision-list").querySelectorAll("[aria-expanded]")) each.setAttribute("aria-expanded", "false");
   button.setAttribute("aria-expanded", String(!again));
+  button.after($("decision")); // where the eye is, and the next stop of the keyboard
   showDecision();
 }
 
 function closeDecision() {
+  const open = $("decision-list").querySelector("[aria-expanded=true]");
+  if ($("decision").contains(document.activeElement)) open?.focus();
   view.decision = null;
   for (const each of $("decision-list").querySelectorAll("[aria-expanded]")) each.setAttribute("aria-expanded", "false");
   showDecision();
@@ -537,7 +576,6 @@ function showDecision() {
   const decision = view.decision;
   box.hidden = decision === null;
   if (decision === null) return;
-  const cached = decision.prompt_tokens ? decision.cached_tokens / decision.prompt_tokens : 0;
   box.replaceChildren(
     make("div", { class: "title" }, make("strong", null, decision.request_id),
       make("button", { type: "button", on: { click: closeDecision } }, "Close")),
@@ -546,7 +584,7 @@ function showDecision() {
       ...fact("When", clock(decision.at)),
       ...fact("Why", decision.reason.replaceAll("_", " ")),
       ...fact("Policy", `${decision.policy}, objective ${decision.objective}`),
-      ...fact("Prompt", `${count(decision.prompt_tokens)} tokens, ${percent(cached)} expected in a cache`),
+      ...fact("Prompt", `${count(decision.prompt_tokens)} tokens, ${percent(cachedShare(decision))} expected in a cache`),
       ...fact("Waited here", `${milliseconds(decision.queued_ms)} ms`),
       ...fact("TTFT expected", `${milliseconds(decision.ttft_ms)} ms`)),
     make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "What was weighed" }, costTable(decision)),
@@ -558,10 +596,10 @@ const TERMS = ["queue_prefill", "prefill", "transfer", "handshake", "overhead", 
 function costTable(decision) {
   const used = TERMS.filter((name) => decision.candidates.some((each) => (each.terms_ms[name] ?? 0) >= 0.05));
   const heads = ["prefill", "decode", ...used.map((name) => name.replaceAll("_", " ")), "cached", "cost"];
-  const head = make("tr", null, ...heads.map((name, index) => make("th", { scope: "col", class: index < 2 ? "words" : null }, name)),
+  const head = make("tr", null, ...heads.map((name, index) => make("th", { scope: "col", class: index < 2 ? "name" : null }, name)),
     make("th", { scope: "col", class: "words" }, "why not"));
   const rows = decision.candidates.map((each) => make("tr", { class: each.why === null ? "won" : null },
-    make("td", { class: "words mono" }, each.prefill ?? "–"), make("td", { class: "words mono" }, each.decode),
+    make("td", { class: "name mono" }, each.prefill ?? "–"), make("td", { class: "name mono" }, each.decode),
     ...used.map((name) => make("td", null, milliseconds(each.terms_ms[name] ?? 0))),
     make("td", null, `${each.prefill === null ? "–" : count(each.cached_prefill_tokens)} / ${count(each.cached_decode_tokens)}`),
     make("td", null, milliseconds(each.cost * 1000)),
