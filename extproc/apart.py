@@ -110,7 +110,7 @@ async def _dispatch(
         set_headers={**handoff.headers, KV_TRANSFER_HEADER: handoff.header()},
         body=body,
         destination=decode.address,
-        tags=journey.tags("disaggregate").as_dict(),
+        tags=journey.marks("disaggregate"),
     )
     await journey.stream.send(wire.body_reply(mutation))
     answered = asyncio.Event()

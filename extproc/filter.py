@@ -38,7 +38,6 @@ from extproc.inference import InferenceRequest, parse
 from extproc.journey import Journey, OverError, Parts, Phase, ProtocolError
 from extproc.observe.own_time import ANSWER, PARSE, PHASES, REPLY
 from extproc.observe.reasons import reason_of
-from extproc.observe.tags import UNKNOWN
 from extproc.paths import Treatment, treatment
 from extproc.policy import override_headers
 
@@ -94,7 +93,7 @@ class Filter:
             await stream.send(_error_reply(error, journey))
         except RelayedError as error:
             record.outcome, record.status = "prefill_refused", error.status
-            tags = journey.tags("none").as_dict()
+            tags = journey.marks("none")
             answer = wire.Immediate(error.status, error.body, "prefill_refused", error.content_type, tags=tags)
             await stream.send(wire.immediate_reply(answer))
         except wire.GoneError:
@@ -133,7 +132,7 @@ class Filter:
         if how is Treatment.MODELS and (models := parts.pool.models()):
             record.outcome, record.status = "models", 200
             cards = parts.intake.names.cards(models)
-            answer = wire.Immediate(200, _model_list(cards), "models", tags=UNKNOWN.as_dict())
+            answer = wire.Immediate(200, _model_list(cards), "models", tags=journey.marks("none"))
             await stream.send(wire.immediate_reply(answer))
             return
         if head.end_of_stream:
@@ -141,11 +140,11 @@ class Filter:
                 raise ApiError("empty_body", "the request needs a JSON body")
             decode = journey.place_other()
             record.outcome = "whole"
-            tags = journey.tags("none").as_dict()
+            tags = journey.marks("none")
             change = wire.Mutation(remove_headers=forbidden, destination=decode.address, tags=tags)
             await stream.send(wire.headers_reply(change))
         else:
-            change = wire.Mutation(remove_headers=forbidden, watch_answer=how.apart, tags=UNKNOWN.as_dict())
+            change = wire.Mutation(remove_headers=forbidden, watch_answer=how.apart, tags=journey.marks("none"))
             await stream.send(wire.headers_reply(change))
             journey.own.enter(PARSE)
             body = (await journey.expect(Phase.BODY, wire.RequestBody)).body
@@ -180,7 +179,7 @@ class Filter:
             decode = journey.place_other(len(body))
             record.outcome = "whole"
             clean = request.clean_body() if request else None
-            tags = journey.tags("none").as_dict()
+            tags = journey.marks("none")
             await stream.send(wire.body_reply(wire.Mutation(body=clean, destination=decode.address, tags=tags)))
 
     async def _serve_prompt(self, journey: Journey, headers: dict[str, str], request: InferenceRequest) -> None:
@@ -203,6 +202,9 @@ class Filter:
             parts.metrics.ignored_overrides.labels(name).inc()
         request, job, record.whole_reason = asked.request, asked.job, asked.whole_reason
         journey.job = job
+        if request.streamed():
+            sample = asked.resolved.sample
+            parts.observer.draw(journey.observed, parts.config.observe.sample if sample is None else sample)
         journey.tenant = parts.metrics.accounts.tenant(job.tenant, asked.resolved.policy.tenant_header)
         try:
             ticket = await journey.place(job)
@@ -245,7 +247,7 @@ class Filter:
         journey.whole_to(decode.address)
         parts.recent.whole()
         record.outcome = "whole"
-        change = wire.Mutation(body=request.clean_body(), destination=decode.address, tags=journey.tags("aggregate").as_dict())
+        change = wire.Mutation(body=request.clean_body(), destination=decode.address, tags=journey.marks("aggregate"))
         await journey.stream.send(wire.body_reply(change))
 
     def _timeout_s(self, headers: dict[str, str]) -> float:
@@ -283,7 +285,7 @@ class Filter:
 def _error_reply(error: ApiError, journey: Journey) -> Any:
     body = error.anthropic_body() if journey.record.treatment is Treatment.MESSAGES else error.openai_body()
     headers = {} if error.retry_after_s is None else {"retry-after": str(math.ceil(error.retry_after_s))}
-    tags = journey.tags("none").as_dict()
+    tags = journey.marks("none")
     return wire.immediate_reply(wire.Immediate(error.status, body, error.code, headers=headers, tags=tags))
 
 

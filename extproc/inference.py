@@ -177,6 +177,10 @@ class InferenceRequest(msgspec.Struct, frozen=True):
                     return None
         return None
 
+    def streamed(self) -> bool:
+        """Whether the client wants the answer token by token."""
+        return bytes(self.fields.get("stream", b"")) == b"true"
+
     def _given(self, key: str) -> bool:
         value = self.fields.get(key)
         return value is not None and bytes(value) != _NULL

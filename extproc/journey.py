@@ -25,6 +25,7 @@ from extproc.intake import Intake
 from extproc.observe.engines import Engines
 from extproc.observe.logs import Logger
 from extproc.observe.metrics import Metrics
+from extproc.observe.observer import Observer
 from extproc.observe.own_time import DECIDE, QUEUE, OwnTime
 from extproc.observe.tags import NONE, OTHER, Mode, Tags
 from extproc.paths import Treatment
@@ -114,6 +115,7 @@ class Parts(msgspec.Struct, frozen=True):
     warm_up: WarmUp
     engines: Engines
     metrics: Metrics
+    observer: Observer
     log: Logger
     recent: Recent = msgspec.field(default_factory=Recent)
     """What the live page shows of the last seconds."""
@@ -130,6 +132,8 @@ class Journey:
         self.stream = stream
         self.held = held
         self.record = Record()
+        self.observed = parts.observer.begin()
+        held.callback(parts.observer.end, self.observed)
         self.job: Job | None = None
         """What the router is asked for, once the request is read."""
         self.ticket: Ticket | None = None
@@ -219,6 +223,10 @@ class Journey:
         policy = NONE if self.job is None else self.job.aims.policy
         self.labels = Tags(self._model_label(), policy, mode, self.tenant)
         return self.labels
+
+    def marks(self, mode: Mode) -> dict[str, str]:
+        """The same, and the request's name, for Envoy to note."""
+        return self.parts.observer.marks(self.observed, self.tags(mode))
 
     @property
     def computed(self) -> bool:

@@ -27,6 +27,7 @@ from extproc.observe.cache_servers import CacheServers
 from extproc.observe.engines import Engines
 from extproc.observe.logs import Logger
 from extproc.observe.metrics import Metrics
+from extproc.observe.observer import Observer
 from extproc.observe.pulse import Pulse
 from extproc.prefill import PrefillClient
 from extproc.prompt import BytesPerToken
@@ -67,6 +68,7 @@ class Server:
         self._pool = Pool(EndpointSet())
         self._cache_servers = CacheServers(config.cache_servers, self._metrics, log)
         self._health = health.aio.HealthServicer()
+        self._observer = Observer(config, self._metrics, log)
         self._draining = False
         self._stop = asyncio.Event()
         self._cut = asyncio.Event()
@@ -92,7 +94,7 @@ class Server:
             longest_request_s=_LONGEST_REQUEST_S,
         )
         recent = Recent()
-        live = Live(config, dispatcher, recent, self._status)
+        live = Live(config, dispatcher, recent, self._status, times=self._observer.times.snapshot)
         releaser = Releaser(config.handoff, live_decode_worker(router), self._metrics, self._log)
         meeting = Meeting(config, connector, releaser, pulse)
         warm_up = self._warm_up = WarmUp(
@@ -134,12 +136,16 @@ class Server:
                     warm_up=warm_up,
                     engines=engines,
                     metrics=self._metrics,
+                    observer=self._observer,
                     log=self._log,
                     recent=recent,
                 )
             )
             self._metrics.streams.set_function(lambda: filter_.open_streams)
-            background = [asyncio.create_task(part.run()) for part in (fleet, dispatcher, pulse, live, self._cache_servers)]
+            background = [
+                asyncio.create_task(part.run())
+                for part in (fleet, dispatcher, pulse, live, self._cache_servers, self._observer)
+            ]
             await fleet.first_look()
             server = await self._start_grpc(filter_)
             debug = Debug(dispatcher, Explainer(config), bytes_per_token, max_body_bytes=config.limits.max_body_bytes)
@@ -189,6 +195,7 @@ class Server:
         )
         wire.register(server, filter_.handle)
         self._fleet.endpoints.register(server)
+        self._observer.access_log.register(server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         address = Address.parse(self._config.listen)
         if address.path:
@@ -215,6 +222,7 @@ class Server:
             "draining": self._draining,
             **self._fleet.status(),
             "cache_servers": self._cache_servers.status(),
+            **self._observer.status(),
         }
 
     def _why_not(self, *, live: bool, warm: bool) -> str | None:
@@ -249,8 +257,11 @@ class Server:
         async def finish() -> None:
             # Requests that Envoy sends before it has seen the health change are served like any other.
             await asyncio.sleep(drain.delay_s)
-            self._fleet.endpoints.close()  # or its streams, which never end, would be waited for
+            # Streams that never end by themselves would be waited for.
+            self._fleet.endpoints.close()
+            logged = asyncio.create_task(self._observer.access_log.close(lambda: not filter_.open_streams))
             await server.stop(drain.timeout_s)
+            logged.cancel()
 
         finished = asyncio.create_task(finish())
         cut = asyncio.create_task(self._cut.wait())  # a second signal: whoever sends it does not want to wait

@@ -37,8 +37,6 @@ class Note(msgspec.Struct, kw_only=True):
     key: str
     """Its name between the filter and Envoy; no client knows or chooses it."""
     tags: Tags = UNKNOWN
-    tenant: str = ""
-    """Label of the tenant, bounded; empty: none."""
     reported: bool = False
     """The line has come."""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, disable_created_metrics, generate_latest
 
 from extproc.observe.accounts import Accounts
+from extproc.observe.client_metrics import ClientMetrics
 from extproc.observe.instruments import Maker
 from extproc.observe.own_time import PHASES
 
@@ -271,6 +272,7 @@ class Metrics:
             ("model", "tenant", "kind"),
         )
         self.accounts = Accounts(self.tokens)
+        self.clients = ClientMetrics(make)
 
         make.topic("The filter itself")
         self.filter_seconds = make.spread(

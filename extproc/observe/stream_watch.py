@@ -146,7 +146,8 @@ async def watch_streams(listen: str, max_streams: int) -> None:
     server.add_insecure_port(listen)
     await server.start()
     over = asyncio.Event()
-    asyncio.get_running_loop().add_reader(sys.stdin.fileno(), lambda: over.set() if not sys.stdin.buffer.read1(64) else None)
+    stdin = sys.stdin.fileno()
+    asyncio.get_running_loop().add_reader(stdin, lambda: None if os.read(stdin, 64) else over.set())
     await over.wait()
     await server.stop(_GRACE_S)
 

@@ -54,6 +54,7 @@ class Stack:
             "health": {"interval_s": 0.1, "unhealthy_threshold": 2},
             "drain": {"delay_s": 0.5, "timeout_s": 20.0},
             "warm_up": {"enabled": False},  # tests count requests
+            "observe": {"sample": 0},  # nor do they need one more process
             "envoy": {
                 "listen": f"127.0.0.1:{front}",
                 "admin": f"127.0.0.1:{admin}",

@@ -1,0 +1,108 @@
+"""What clients see of their requests, as Envoy tells it: metrics by model, policy and mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import GaugeMetricFamily, Metric
+
+from extproc.observe.instruments import Maker
+from extproc.observe.quantiles import middle_of
+from extproc.observe.tags import Tags
+
+_LABELS = ("model", "policy", "mode")
+
+TTFT_SECONDS = (
+    *(0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1.0, 1.5, 2.0, 2.5, 3.0, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0),
+)
+ITL_SECONDS = (
+    *(0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.035, 0.04, 0.045, 0.05, 0.06, 0.075),
+    *(0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0),
+)
+"""45 ms is a bound."""
+GENERATION_SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 45.0, 60.0, 120.0, 300.0, 600.0)
+
+
+class ClientMetrics:
+    """Those that come from Envoy's access log, and from streams that are watched."""
+
+    def __init__(self, make: Maker) -> None:
+        make.topic("What clients see")
+        self.requests = make.tally(
+            "baton_client_requests",
+            "Requests in Envoy's eyes, when they are over. `outcome`: `ok`, `client_gone` (the client closed before the end), "
+            "`upstream_reset` (the worker broke off), `timeout`, `no_worker` (none could be reached), `refused` (answered by "
+            "the filter), `client_error`, `worker_error` (the worker's 4xx, 5xx), `gateway_error` (Envoy's own)",
+            (*_LABELS, "outcome"),
+            watch="the share of `upstream_reset`, `timeout` and `worker_error`",
+        )
+        self.ttft_seconds = make.spread(
+            "baton_client_ttft_seconds",
+            "Streamed answers: from the first byte of the request to the first one of the answer's body, at Envoy",
+            _LABELS,
+            bounds=TTFT_SECONDS,
+            watch="the share above the TTFT SLO",
+        )
+        self.generation_seconds = make.spread(
+            "baton_client_generation_seconds",
+            "Streamed answers that came whole: from the first byte of the body to the last",
+            _LABELS,
+            bounds=GENERATION_SECONDS,
+        )
+        self.mean_itl_seconds = make.spread(
+            "baton_client_mean_itl_seconds",
+            "Streamed answers that state their tokens (`stream_options.include_usage`): generation / (tokens - 1)",
+            _LABELS,
+            bounds=ITL_SECONDS,
+            watch="the share above the ITL SLO",
+        )
+        self.itl_seconds = make.spread(
+            "baton_client_itl_seconds",
+            "Every time from token to token, of the streams that are watched (`observe.sample`)",
+            _LABELS,
+            bounds=ITL_SECONDS,
+            watch="the 99th percentile: what the mean of an answer hides",
+        )
+        self.watched = make.tally(
+            "baton_watched_streams",
+            "Streams that were drawn to be watched. `outcome`: `whole`, `cut` (the client left, or the worker broke off), "
+            "`failed` (the engine reported an error in the stream), `not_watched` (too many at once, or the process was away), "
+            "`lost` (it was watched, and nothing was reported)",
+            ("outcome",),
+            known=[(outcome,) for outcome in ("whole", "cut", "failed", "not_watched", "lost")],
+        )
+        self.log_lines = make.tally("baton_access_log_lines", "Lines of Envoy's access log that came")
+        self.log_lost = make.tally(
+            "baton_access_log_lost",
+            "Requests whose line did not come within 10 s",
+            watch="more than a few: the log service was away, or Envoy was ended",
+        )
+        self.log_streams = make.gauge(
+            "baton_access_log_streams", "Threads of Envoy that are connected to the access log service"
+        )
+
+    def add_gaps(self, tags: Tags, gaps: Mapping[int, int], total_s: float) -> None:
+        """The times between the tokens of one answer, as counts in the buckets of :mod:`extproc.observe.quantiles`."""
+        placed: dict[float, float] = {}
+        for bucket, count in gaps.items():
+            # What was exactly at a bound may fall into a bucket that goes beyond it: the middle decides.
+            bound = middle_of(bucket)
+            placed[bound] = placed.get(bound, 0.0) + count
+        self.itl_seconds.add(placed, total_s, tags.model, tags.policy, tags.mode)
+
+
+class InFlight:
+    """A gauge of what is open, by labels that change while it is."""
+
+    def __init__(self, registry: CollectorRegistry, counts: Callable[[], Mapping[Tags, int]]) -> None:
+        self._counts = counts
+        registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        """For the registry."""
+        family = GaugeMetricFamily("baton_in_flight_requests", "Requests open, by how they are served", labels=_LABELS)
+        for tags, count in self._counts().items():
+            family.add_metric((tags.model, tags.policy, tags.mode), count)
+        yield family

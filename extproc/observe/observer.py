@@ -1,0 +1,222 @@
+"""What is known of a request from outside the filter: how Envoy saw it end, and when its tokens came.
+
+The filter tells Envoy a name and labels of each request (:meth:`Observer.marks`); Envoy's log and the process that watches
+streams report under that name. All of it may be missing: then the numbers are, and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from extproc.config import Config
+from extproc.headers import WATCH_KEY
+from extproc.observe.access_log import AccessLog, Note
+from extproc.observe.client_metrics import InFlight
+from extproc.observe.log_lines import ID_KEY, Line
+from extproc.observe.logs import Logger
+from extproc.observe.metrics import Metrics
+from extproc.observe.quantiles import at
+from extproc.observe.sighting import Sighting
+from extproc.observe.tags import NONE, Tags
+from extproc.observe.times import Times
+from extproc.observe.watcher import Watcher
+
+_LATE_S = 10.0
+"""A watched stream that nobody reported so long after its request's end is lost."""
+_SWEEP_S = 1.0
+_REMEMBERED = 100
+"""Watched answers that are shown."""
+
+
+class Observed(msgspec.Struct):
+    """One request."""
+
+    note: Note
+    open: bool = True
+    watched: bool = False
+
+
+class Observer:
+    """One for all requests of a process."""
+
+    def __init__(
+        self,
+        config: Config,
+        metrics: Metrics,
+        log: Logger,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        seed: int | None = None,
+    ) -> None:
+        self._metrics = metrics
+        self._clock = clock
+        self._random = random.Random(seed)  # noqa: S311  # draws a sample
+        self.times = Times(clock)
+        self.access_log = AccessLog(expected=config.envoy.access_log, told=self._on_line, log=log, clock=clock)
+        self.watcher = (
+            Watcher(config.watch_listen, max_streams=config.observe.max_streams, told=self._on_sighting, log=log)
+            if config.watches
+            else None
+        )
+        self._in_flight: dict[Tags, int] = {}
+        self._watched: dict[str, Observed] = {}
+        self._due: deque[tuple[float, str]] = deque()
+        self._recent: deque[dict[str, Any]] = deque(maxlen=_REMEMBERED)
+        metrics.clients.log_streams.set_function(lambda: self.access_log.streams)
+        InFlight(metrics.registry, lambda: self._in_flight)
+
+    # -- a request ---------------------------------------------------------------------------------------------------------
+
+    def begin(self) -> Observed:
+        """A request is there."""
+        observed = Observed(self.access_log.begin())
+        self._count(observed.note.tags, 1)
+        return observed
+
+    def marks(self, observed: Observed, tags: Tags) -> dict[str, str]:
+        """What Envoy is told with the reply to a request: how it is served, by labels."""
+        note = observed.note
+        if tags != note.tags and observed.open:
+            self._count(note.tags, -1)
+            self._count(tags, 1)
+        note.tags = tags
+        marks = {**tags.as_dict(), ID_KEY: note.key}
+        if observed.watched and tags.mode != "none":
+            marks[WATCH_KEY] = "1"
+        return marks
+
+    def draw(self, observed: Observed, share: float) -> None:
+        """Perhaps watch this stream; ``share`` of those that come here are."""
+        if self.watcher is None or self._random.random() >= share:
+            return
+        key = observed.note.key
+        if not self.watcher.take(key):
+            self._metrics.clients.watched.inc("not_watched")
+            return
+        observed.watched = True
+        self._watched[key] = observed
+
+    def end(self, observed: Observed) -> None:
+        """The filter has done with it. Idempotent."""
+        if not observed.open:
+            return
+        observed.open = False
+        self._count(observed.note.tags, -1)
+        self.access_log.end(observed.note)
+        if observed.watched and self.watcher is not None:
+            key = observed.note.key
+            self.watcher.leave(key)
+            if observed.note.tags.mode == "none":
+                del self._watched[key]  # it was answered here: there was no stream
+            else:
+                self._due.append((self._clock() + _LATE_S, key))
+
+    def _count(self, tags: Tags, by: int) -> None:
+        # A series that was there stays, at 0: the labels are few, and a gauge that vanishes is no 0 to a query.
+        kind = _kind_of(tags)
+        self._in_flight[kind] = self._in_flight.get(kind, 0) + by
+
+    # -- what is reported --------------------------------------------------------------------------------------------------
+
+    def _on_line(self, line: Line, note: Note) -> None:
+        clients, kind = self._metrics.clients, _kind_of(note.tags)
+        labels = (kind.model, kind.policy, kind.mode)
+        clients.log_lines.inc()
+        clients.requests.inc(*labels, line.outcome)
+        if line.completion_tokens is not None:
+            self._metrics.accounts.note_completion(kind.model, note.tags.tenant, line.completion_tokens)
+        if not line.streamed or line.ttft_s is None or line.status >= 400:
+            return
+        clients.ttft_seconds.observe(line.ttft_s, *labels)
+        whole = line.outcome == "ok"
+        generation_s, mean_itl_s = (line.generation_s, line.mean_itl_s) if whole else (None, None)
+        if generation_s is not None:
+            clients.generation_seconds.observe(generation_s, *labels)
+        if mean_itl_s is not None:
+            clients.mean_itl_seconds.observe(mean_itl_s, *labels)
+        self.times.answered(kind, ttft_s=line.ttft_s, generation_s=generation_s, mean_itl_s=mean_itl_s)
+
+    def _on_sighting(self, seen: Sighting) -> None:
+        observed = self._watched.pop(seen.key, None)
+        if observed is None:
+            return  # of another filter, or too late
+        kind = _kind_of(observed.note.tags)
+        outcome = "failed" if seen.failed else "whole" if seen.whole else "cut"
+        self._metrics.clients.watched.inc(outcome)
+        if seen.gaps:
+            self._metrics.clients.add_gaps(kind, seen.gaps, seen.gaps_s)
+            self.times.watched(kind, seen.gaps)
+        self._recent.append(_shown(seen, observed.note.tags, outcome))
+
+    # -- time --------------------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Watch streams, and look for what is overdue, until cancelled."""
+        watching = None if self.watcher is None else asyncio.ensure_future(self.watcher.run())
+        try:
+            while True:
+                await asyncio.sleep(_SWEEP_S)
+                if watching is not None and watching.done():
+                    watching.result()
+                self.sweep()
+        finally:
+            if watching is not None:
+                watching.cancel()
+                await asyncio.gather(watching, return_exceptions=True)
+
+    def sweep(self) -> None:
+        """Count what is overdue."""
+        before = self.access_log.lost
+        self.access_log.sweep()
+        self._metrics.clients.log_lost.inc(by=self.access_log.lost - before)
+        now_s = self._clock()
+        while self._due and self._due[0][0] <= now_s:
+            if self._watched.pop(self._due.popleft()[1], None) is not None:
+                self._metrics.clients.watched.inc("lost")
+
+    def watched_answers(self) -> list[dict[str, Any]]:
+        """The last watched answers, the newest first, ready for JSON."""
+        return list(reversed(self._recent))
+
+    def status(self) -> dict[str, Any]:
+        """For `/healthz`."""
+        return {
+            "access_log": self.access_log.status(),
+            "stream_watch": {"running": False, "why": "observe.sample is 0"} if self.watcher is None else self.watcher.status(),
+        }
+
+
+def _kind_of(tags: Tags) -> Tags:
+    """Without the tenant: there are few kinds of requests, and many tenants."""
+    return tags if tags.tenant == NONE else Tags(tags.model, tags.policy, tags.mode)
+
+
+def _shown(seen: Sighting, tags: Tags, outcome: str) -> dict[str, Any]:
+    """One watched answer for people."""
+    found = _p50_p99_ms(seen)
+    return {
+        **tags.as_dict(),
+        "outcome": outcome,
+        "finish_reason": seen.finish_reason,
+        "tokens": seen.tokens,
+        "events": seen.events,
+        "prompt_tokens": seen.prompt_tokens,
+        "itl_p50_ms": found[0],
+        "itl_p99_ms": found[1],
+        "itl_max_ms": round(seen.longest_s * 1e3, 3) if seen.gaps else None,
+    }
+
+
+def _p50_p99_ms(seen: Sighting) -> tuple[float | None, float | None]:
+    """p50 and p99 of the times between tokens, in milliseconds."""
+    if not seen.gaps:
+        return None, None
+    p50_s, p99_s = at(seen.gaps, (0.5, 0.99))
+    return round(p50_s * 1e3, 3), round(p99_s * 1e3, 3)
