@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -19,6 +20,8 @@ from workers.preflight import model as models
 from workers.preflight import show
 from workers.preflight.measure import run as measuring
 from workers.preflight.measure.messages import BUFFER_MAX_BYTES, DEFAULT_PORT, MeasureError, Task
+from workers.preflight.of_worker import ask_of
+from workers.spec import WorkerSpec
 
 _GB = 1e9
 _NOT_RUN = 3
@@ -35,6 +38,25 @@ _REPORT_MAX_BYTES = 1 << 20
 def model_of(folder: Path, *, kv_dtype: str = "auto", weights_bytes: float | None = None) -> preflight.Model:
     """A model folder or ``config.json`` -> what a preflight has to know of it. Raises ValueError or OSError, with the file."""
     return models.describe(folder, partial(kv_bytes_per_token, kv_dtype=kv_dtype), weights_bytes=weights_bytes)
+
+
+def before_start(spec: WorkerSpec, env: Mapping[str, str]) -> preflight.Report:
+    """Look at this node for a worker that is about to be started, and show what is found on standard error.
+
+    ``env`` is what its command sets besides the environment. Whoever asks refuses to start it if ``exit_status()`` is 2.
+    Raises ValueError or OSError for a model folder that cannot be read.
+    """
+    folder = Path(spec.model)
+    model = model_of(folder, kv_dtype=_kv_dtype(spec)) if (folder / "config.json").is_file() else None
+    report = preflight.run(ask_of(spec, model=model), env={**os.environ, **env})
+    Console(stderr=True, highlight=False).print(show.as_text(report))
+    return report
+
+
+def _kv_dtype(spec: WorkerSpec) -> str:
+    if spec.kv_cache_dtype is not None:
+        return spec.kv_cache_dtype
+    return spec.dtype or ("float32" if spec.device == "cpu" else "auto")
 
 
 def register(app: typer.Typer) -> None:

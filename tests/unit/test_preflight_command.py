@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from extproc.cli import app
-from extproc.cli_preflight import model_of
+from extproc.cli_preflight import before_start, model_of
 from tests.cases.preflight import load
 from workers import preflight
 from workers.preflight import Ask
@@ -195,3 +196,15 @@ def test_the_settings_of_a_worker_are_the_question(tmp_path: Path) -> None:
     report = preflight.run(ask, root=tmp_path, env={}, runner=load("h100_infiniband").runner)
     ports = [finding.found for finding in report.findings if finding.id == "worker.port"]
     assert ports == ["HTTP port 8200 is free", "kv_events_port 5557, rank 0: port 5557 is free"]
+
+
+def test_a_worker_can_be_refused_before_it_is_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its port is taken: the report says so, with the sizes of the cache as this worker has it (float32 on a CPU)."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        spec = WorkerSpec(role="prefill", model=str(tmp_path), served_model_name="m", port=port, side_channel_port=port - 1)
+        report = before_start(spec, {"UCX_TLS": "tcp"})
+    assert report.exit_status() == 2
+    assert report.kv_bytes_per_token == 262_144
+    assert f"HTTP port {port} is taken" in capsys.readouterr().err

@@ -120,7 +120,7 @@ def _gpus(facts: Facts, ask: Ask) -> list[Finding]:
                 severity=Severity.ERROR,
                 found=f"both workers would use {', '.join(both)}",
                 why="Each takes most of a GPU's memory at its start: the second one stops.",
-                fix="Different GPUs: CUDA_VISIBLE_DEVICES=0 and CUDA_VISIBLE_DEVICES=1, with all of them in both containers.",
+                fix="Different GPUs: --device-ids 0 and --device-ids 1, with all of them in both containers.",
             )
         ]
     if hidden_from_us or hidden_from_peer:
@@ -139,12 +139,18 @@ def _gpus(facts: Facts, ask: Ask) -> list[Finding]:
                 found=who,
                 why="CUDA opens memory of another process only on a GPU that it can see: UCX falls back to the network or TCP.",
                 fix="All GPUs in both containers (--gpus all, or NVIDIA_VISIBLE_DEVICES with both), and "
-                "CUDA_VISIBLE_DEVICES to choose.",
+                "--device-ids to choose.",
             )
         ]
-    seen = len(visible_gpus(facts))
-    return [
-        Finding(
-            id="pair.gpu_visibility", severity=Severity.OK, found=f"both see each other's GPUs ({seen} used or usable here)"
-        )
-    ]
+    visible = {gpu.uuid for gpu in visible_gpus(facts)}
+    if masked := [uuid for uuid in peer.used_gpu_uuids if uuid not in visible]:
+        return [
+            Finding(
+                id="pair.gpu_visibility",
+                severity=Severity.INFO,
+                found=f"CUDA_VISIBLE_DEVICES={facts.env.get('CUDA_VISIBLE_DEVICES', '')} hides {', '.join(masked)} of the peer",
+                why="UCX can open memory on a GPU that is masked this way, but it is the case that has gone wrong before.",
+                fix="Leave all of them visible and choose with --device-ids.",
+            )
+        ]
+    return [Finding(id="pair.gpu_visibility", severity=Severity.OK, found="both see each other's GPUs")]

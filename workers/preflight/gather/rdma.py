@@ -12,6 +12,7 @@ _COMMAND_TIMEOUT_S = 3.0
 _LOST = ("out_of_sequence", "packet_seq_err", "local_ack_timeout_err")
 _RATE_MAX_GBIT_PER_S = 100_000.0
 """What is above is no rate."""
+_INTERFACE = re.compile(r"[A-Za-z0-9_][\w.@:-]{0,31}", re.ASCII)
 _DCB_PRIORITY = re.compile(r"\b([0-7]):(on|off)\b")
 
 
@@ -22,7 +23,7 @@ def ports(tree: Tree, runner: Runner) -> tuple[RdmaPort, ...]:
         base = f"sys/class/infiniband/{device}"
         for number in tree.names(f"{base}/ports"):
             port = f"{base}/ports/{number}"
-            netdev = tree.text(f"{port}/gid_attrs/ndevs/0") or next(iter(tree.names(f"{base}/device/net")), None)
+            netdev = _name(tree.text(f"{port}/gid_attrs/ndevs/0") or next(iter(tree.names(f"{base}/device/net")), ""))
             link_layer = tree.text(f"{port}/link_layer")
             roce = link_layer == "Ethernet" and netdev is not None
             numa = tree.number(f"{base}/device/numa_node")
@@ -44,6 +45,11 @@ def ports(tree: Tree, runner: Runner) -> tuple[RdmaPort, ...]:
                 )
             )
     return tuple(found)
+
+
+def _name(text: str) -> str | None:
+    """The name of an interface; it becomes part of paths and commands, so nothing else."""
+    return text if _INTERFACE.fullmatch(text) else None
 
 
 def _rate(text: str) -> float:

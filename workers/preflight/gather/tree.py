@@ -31,7 +31,7 @@ class Tree:
         try:
             with (self._root / path).open("rb") as file:
                 return file.read(_FILE_MAX_BYTES).decode(errors="replace").strip()
-        except OSError:
+        except (OSError, ValueError):
             return ""
 
     def number(self, path: str) -> int | None:
@@ -42,14 +42,14 @@ class Tree:
         """Names in a folder that begin so, in order."""
         try:
             return sorted(entry.name for entry in (self._root / path).iterdir() if entry.name.startswith(prefix))
-        except OSError:
+        except (OSError, ValueError):
             return []
 
     def link(self, path: str) -> str:
         """What a symbolic link says; empty if it is none."""
         try:
             return str((self._root / path).readlink())
-        except OSError:
+        except (OSError, ValueError):
             return ""
 
     def exists(self, path: str) -> bool:
