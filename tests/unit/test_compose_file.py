@@ -15,6 +15,7 @@ import pytest
 
 from extproc import config, topology
 from extproc.topology_env import parse_env
+from extproc.topology_site import Site
 
 ROOT = Path(__file__).parents[2]
 COMPOSE = ROOT / "compose.yaml"
@@ -179,3 +180,33 @@ def test_gpu_workers_may_pin_memory_and_see_every_gpu() -> None:
         assert service["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"] == ["0,1"]
     assert resolved("gpu")["services"]["prefill"]["environment"]["BATON_DEVICE_IDS"] == "0"
     assert resolved("gpu")["services"]["decode"]["environment"]["BATON_DEVICE_IDS"] == "1"
+
+
+def rendered(profile: str, service: str) -> str:
+    """The command that `baton worker` makes of what a service tells it, at an address of this machine."""
+    found = topology.in_use(topology.parse(COMPOSE.read_text(), our_env(), source="compose.yaml"), [profile])[service]
+    site = Site("127.0.0.9", {}, [], topology.parse(COMPOSE.read_text(), {}, source="compose.yaml").subnets)
+    done = subprocess.run(
+        [sys.executable, "-m", "extproc", "worker", *found.command, "--dry-run"],
+        env={"PATH": os.environ["PATH"], **{key: site.text(value) for key, value in found.environment.items()}},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_gpu_workers_get_the_commands_of_a_pair_that_fits_together() -> None:
+    prefill, decode = rendered("gpu", "prefill"), rendered("gpu", "decode")
+    for command in (prefill, decode):
+        assert '"kv_lease_duration": 120' in command
+        assert "VLLM_NIXL_SIDE_CHANNEL_HOST=127.0.0.9" in command, "not the worker's own address on the KV network"
+        assert "vllm serve meta-llama/Llama-3.1-8B-Instruct" in command
+        assert "--port 8100" in command
+    assert "LMCacheMPConnector" in prefill
+    assert "tcp://lmcache" in prefill
+    assert "LMCacheMPConnector" not in decode
+    assert "--device-ids 0" in prefill
+    assert "--device-ids 1" in decode
