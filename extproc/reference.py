@@ -189,7 +189,7 @@ def metrics() -> str:
         "On the admin port at `/metrics`, in the Prometheus text format. Histograms have `_bucket`, `_sum` and `_count`.",
         "Labels hold names of the configuration, of workers or of a fixed set; `model` is what live workers list, else",
         "`other`, and `tenant` one of the first 100, else `other`. `-` stands where there is none. What carries `endpoint`",
-        "goes with its worker. `role` is `prefill`, `decode`, or `both` where a worker does both and reports for both together.\n",
+        "goes with its worker. `role` is `prefill`, `decode`, or `both` where a worker does both and reports for both.\n",
         "What engines count is added from one look at their `/metrics` to the next, so it survives their restarts and begins",
         "with the filter. Where requests of other filters run on the same workers, it counts those as well.",
     ]
