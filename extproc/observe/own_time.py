@@ -7,7 +7,7 @@ to say where it waits.
 from __future__ import annotations
 
 import types
-from collections.abc import Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -22,9 +22,10 @@ HEADERS, PARSE, DECIDE, QUEUE, PREFILL_CALL, REPLY, ANSWER = range(len(PHASES))
 class OwnTime:
     """Of one request. Its tasks may take turns, but never run at the same moment."""
 
-    __slots__ = ("_phase", "_since_s", "spent_s")
+    __slots__ = ("_clock", "_phase", "_since_s", "spent_s")
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
+        self._clock = clock
         self.spent_s = [0.0] * len(PHASES)
         """By phase."""
         self._phase = HEADERS
@@ -32,7 +33,7 @@ class OwnTime:
 
     def enter(self, phase: int) -> None:
         """From here on it is the time of another phase."""
-        now_s = perf_counter()
+        now_s = self._clock()
         self.spent_s[self._phase] += now_s - self._since_s
         self._phase, self._since_s = phase, now_s
 
@@ -45,13 +46,13 @@ class OwnTime:
         """Await ``work``, and take its time. What it awaits counts too, unless that is a task of its own."""
         step, given = work.send, None
         while True:
-            self._since_s = perf_counter()
+            self._since_s = self._clock()
             try:
                 waits_for = step(given)
             except StopIteration as end:
                 return end.value  # type: ignore[no-any-return]
             finally:
-                self.spent_s[self._phase] += perf_counter() - self._since_s
+                self.spent_s[self._phase] += self._clock() - self._since_s
             try:
                 step, given = work.send, (yield waits_for)
             except BaseException as thrown:  # all of it is the work's business: cancellation too
