@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from extproc import __version__, cli_cache, cli_preflight, cli_worker
+from extproc import __version__, cli_cache, cli_preflight, cli_top, cli_worker
 from extproc.config import Config, ConfigError, load
 
 app = typer.Typer(
@@ -295,15 +295,16 @@ def explain(
 ) -> None:
     """Show which workers a request would get, and why not others. Nothing is sent to a worker, and nothing changes."""
     from extproc import explain_command as command
+    from extproc.admin_client import CommandError
 
     filter_ = admin or "http://127.0.0.1:9003"
     try:
         if snapshot is not None and (admin is not None or save_snapshot is not None):
-            raise command.CommandError("--snapshot asks no filter: neither --admin nor --save-snapshot goes with it")
+            raise CommandError("--snapshot asks no filter: neither --admin nor --save-snapshot goes with it")
         if (snapshot is None) != (config is None):
-            raise command.CommandError("--snapshot and --config go together: a running filter has its own configuration")
+            raise CommandError("--snapshot and --config go together: a running filter has its own configuration")
         if request is None and save_snapshot is None:
-            raise command.CommandError("which request? Name a file with its JSON body, or - for standard input")
+            raise CommandError("which request? Name a file with its JSON body, or - for standard input")
         if save_snapshot is not None:
             save_snapshot.write_bytes(command.fetch_snapshot(filter_))
             typer.echo(f"wrote {save_snapshot}", err=True)
@@ -316,7 +317,7 @@ def explain(
             report = command.ask_snapshot(snapshot, _load(config), question)
         else:
             report = command.ask_filter(filter_, question)
-    except (command.CommandError, OSError) as error:
+    except (CommandError, OSError) as error:
         raise _fail(str(error)) from None
     if json:
         typer.echo(command.as_json(report))
@@ -326,6 +327,7 @@ def explain(
 
 cli_cache.register(app)
 cli_preflight.register(app)
+cli_top.register(app)
 cli_worker.register(app)
 
 

@@ -3,35 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
-import aiohttp
 import msgspec
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from extproc.admin_client import CommandError, call
 from extproc.config import Config
 from extproc.errors import ApiError
 from extproc.explain import Explainer, Question, Report, SavedSnapshot
 from extproc.routing.decision import Terms
-
-_TIMEOUT_S = 30.0
-_ANSWER_MAX_BYTES = 256 << 20
-"""A snapshot of a thousand workers with its index has about 6 MB."""
 
 _SHOWN_LEFT_OUT = 50
 
 _TERMS = tuple(name for name in Terms.__struct_fields__ if name.endswith("_s"))
 
 _T = TypeVar("_T")
-
-
-class CommandError(Exception):
-    """The command cannot do what it was asked for; the message says why."""
 
 
 def question(body: bytes, *, source: str, path: str | None, headers: Sequence[str]) -> Question:
@@ -49,13 +40,13 @@ def question(body: bytes, *, source: str, path: str | None, headers: Sequence[st
 
 def ask_filter(admin: str, asked: Question) -> Report:
     """The answer of a running filter. ``admin``: ``http://host:port`` or ``unix:/path``. Raises CommandError."""
-    answer = asyncio.run(_call(admin, "POST", "/debug/explain", msgspec.json.encode(asked)))
+    answer = asyncio.run(call(admin, "POST", "/debug/explain", msgspec.json.encode(asked)))
     return _decoded(answer, Report, admin)
 
 
 def fetch_snapshot(admin: str) -> bytes:
     """What a running filter knows, with its prefix index. Raises CommandError."""
-    answer = asyncio.run(_call(admin, "GET", "/debug/snapshot?index=1", None))
+    answer = asyncio.run(call(admin, "GET", "/debug/snapshot?index=1", None))
     _decoded(answer, SavedSnapshot, admin)
     return answer
 
@@ -79,53 +70,6 @@ def _decoded(text: bytes, kind: type[_T], source: str) -> _T:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as error:
         what = "snapshot" if kind is SavedSnapshot else "answer"
         raise CommandError(f"{source}: not a {what} of this version of Baton: {error}") from None
-
-
-async def _call(admin: str, method: str, path: str, body: bytes | None) -> bytes:
-    """Body of a 200. Raises CommandError."""
-    unix = admin.startswith("unix:")
-    base = "http://filter" if unix else admin.rstrip("/") if "://" in admin else f"http://{admin}"
-    try:
-        connector = aiohttp.UnixConnector(admin.removeprefix("unix:")) if unix else None
-        timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
-        async with (
-            aiohttp.ClientSession(connector=connector, timeout=timeout) as session,
-            session.request(method, base + path, data=None if body is None else io.BytesIO(body)) as response,
-        ):
-            answer = await _bounded(response, admin)
-    except (aiohttp.ClientError, ValueError, OSError) as error:
-        why = f"no answer within {_TIMEOUT_S:g} s" if isinstance(error, TimeoutError) else str(error) or type(error).__name__
-        raise CommandError(f"{admin}: the admin port of the filter cannot be asked: {why}") from None
-    if response.status != 200:
-        raise CommandError(f"{admin}: {_complaint(answer) or f'it answered {response.status} to {path}'}")
-    return answer
-
-
-async def _bounded(response: aiohttp.ClientResponse, admin: str) -> bytes:
-    parts, size = [], 0
-    async for part in response.content.iter_any():
-        parts.append(part)
-        size += len(part)
-        if size > _ANSWER_MAX_BYTES:
-            raise CommandError(f"{admin}: the answer is over {_ANSWER_MAX_BYTES} bytes")
-    return b"".join(parts)
-
-
-class _Error(msgspec.Struct):
-    message: str
-    code: str
-
-
-class _Complaint(msgspec.Struct):
-    error: _Error
-
-
-def _complaint(answer: bytes) -> str | None:
-    try:
-        error = msgspec.json.decode(answer, type=_Complaint).error
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        return None
-    return f"{error.code}: {error.message}"
 
 
 def as_json(report: Report) -> bytes:

@@ -424,6 +424,8 @@ function showFlows(doc) {
   const frame = svg.getBoundingClientRect();
   const pairs = doc.pairs.filter((pair) => cells.prefill.has(pair.prefill) && cells.decode.has(pair.decode)).slice(0, LINES_MOST);
   const most = Math.max(1, ...pairs.map((pair) => pair.count));
+  const many = pairs.length > 40;
+  svg.classList.toggle("many", many);
   const seen = new Set();
   const edge = (role, address) => {
     const box = cells[role].get(address).getBoundingClientRect();
@@ -445,7 +447,7 @@ function showFlows(doc) {
     for (const line of both) if (line.getAttribute("d") !== d) line.setAttribute("d", d);
     both[0].setAttribute("class", `flow${of}`);
     both[1].setAttribute("class", `flow-move${of}`);
-    both[0].setAttribute("stroke-width", (1 + 4 * Math.sqrt(pair.count / most)).toFixed(1));
+    both[0].setAttribute("stroke-width", ((many ? 0.7 : 1) + (many ? 2.3 : 4) * Math.sqrt(pair.count / most)).toFixed(1));
   }
   for (const [key, both] of lines) {
     if (!seen.has(key)) {
