@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from typing import IO, Any
 
@@ -102,3 +104,19 @@ def test_blocks_are_read_and_both_sides_say_how_fast(server: tuple[int, subproce
     assert shown is not None, stderr
     assert float(shown[1]) == pytest.approx(measured["bytes_per_s"] / 1e9, rel=0.01)
     assert TOKEN not in stdout + stderr
+
+
+def test_nobody_is_left_who_serves_when_the_command_is_killed(server: tuple[int, subprocess.Popen[str]]) -> None:
+    """Not even SIGKILL, which the command cannot answer, leaves its measuring process behind."""
+    port, process = server
+    process.kill()
+    process.communicate()
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        # Calling it would not do: so many strangers end it as well. A port can be had when nobody listens on it.
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", port))
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"port {port} is still served 20 s after the command was killed")

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import sys
 
 import msgspec
 
 from workers.preflight.measure.messages import Event, MeasureError, Task
 
+_PR_SET_PDEATHSIG = 1
+
+
+def _end_with_parent() -> None:
+    """However the command ends, nobody is left who serves."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
 
 def main() -> int:
     """Exit status 0 if it could measure, or was not called in time."""
+    _end_with_parent()
     # Native libraries write to standard output too: they get standard error, the events keep the pipe.
     events = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)

@@ -10,6 +10,7 @@ from workers.preflight.measure.messages import MeasureError
 
 _START_S = 0.5
 """Until its server listens."""
+_STOP_S = 5.0
 
 
 def installed() -> bool:
@@ -17,18 +18,27 @@ def installed() -> bool:
     return shutil.which("ucx_perftest") is not None
 
 
-def start_server(port: int) -> subprocess.Popen[bytes]:
-    """It serves one client and ends. Raises MeasureError."""
+def start_server(port: int, *, seconds: float) -> subprocess.Popen[bytes]:
+    """It serves one client and ends; without one it would wait for ever, so it gets a time. Raises MeasureError."""
+    argv = ("timeout", f"{seconds:.0f}", "ucx_perftest", "-p", str(port))
     try:
-        process = subprocess.Popen(
-            ("ucx_perftest", "-p", str(port)), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
+        process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     except OSError as error:
         raise MeasureError(f"ucx_perftest cannot be started: {error}") from None
     time.sleep(_START_S)
     if process.poll() is not None:
         raise MeasureError(f"ucx_perftest ended at once with status {process.returncode}: is port {port} taken?")
     return process
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End a server."""
+    process.terminate()  # which `timeout` passes on
+    try:
+        process.wait(_STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def get(host: str, port: int, *, size_bytes: int, times: int, memory: str, timeout_s: float) -> tuple[float, float]:

@@ -171,10 +171,10 @@ def _by_perftest(line: Line, task: Task, reached: str | None, deadline: float) -
         message = line.receive(Again | Done, max(1.0, deadline - time.monotonic()))  # type: ignore[arg-type]
         if isinstance(message, Done):
             return message
-        process = perftest.start_server(port)
+        left_s = max(1.0, deadline - time.monotonic())
+        process = perftest.start_server(port, seconds=left_s)
         try:
             line.send(Ready(), _ANSWER_TIMEOUT_S)
-            process.wait(max(1.0, deadline - time.monotonic()))
+            process.wait(left_s + _ANSWER_TIMEOUT_S)
         finally:
-            process.kill()
-            process.wait()
+            perftest.stop(process)
