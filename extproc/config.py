@@ -283,11 +283,14 @@ class Envoy(_Section, frozen=True, kw_only=True):
     idle_timeout_s: float = 600.0
     """Longest silence on a request: covers the wait for the prefill and every gap between tokens."""
     stats: bool = True
-    """Times to the first token, times of generation, tokens and requests, by model, policy and mode, at Envoy's own
-    `/stats/prometheus`. See [observe](observe.md)."""
+    """TTFT, generation, tokens and requests by model, policy and mode, at Envoy's own `/stats/prometheus`. See
+    [observe](observe.md)."""
     access_log: bool = True
     """Envoy reports every request to the filter when it is over, in batches: its times, its end as the client saw it, its
     worker. The filter works without it, but then knows no TTFT and no client that left during an answer."""
+    stream_tokens: bool = True
+    """Read the token counts that a streamed answer states (`usage`), for both of these. The only part that looks at every event
+    of a stream; it holds none."""
     debug_headers: bool = False
     """Add `x-kv-transfer` and `x-decode-endpoint` to responses. They name worker addresses: not for the internet."""
 

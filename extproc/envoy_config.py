@@ -191,7 +191,7 @@ def _front(config: Config) -> listener.Listener:
         codec_type=hcm.HttpConnectionManagerCodecType.AUTO,
         access_log=[
             _access_log(),
-            *(_stats_logs() if config.envoy.stats else []),
+            *(_stats_logs(tokens=_counts_tokens(config.envoy)) if config.envoy.stats else []),
             *([_log_service()] if config.envoy.access_log else []),
         ],
         use_remote_address=True,
@@ -216,7 +216,7 @@ def _front(config: Config) -> listener.Listener:
         http_filters=[
             _ext_proc_filter(config),
             *([_filter_down()] if _opens(config) else []),
-            *([_usage()] if config.envoy.stats or config.envoy.access_log else []),
+            *([_usage()] if _counts_tokens(config.envoy) else []),
             *([_watch_filter()] if config.watches else []),
             _router(),
         ],
@@ -373,18 +373,22 @@ def _xds_extension(name: str, message: betterproto2.Message) -> xds_core.TypedEx
     return xds_core.TypedExtensionConfig(name=name, typed_config=protobuf.Any.pack(message))
 
 
+def _counts_tokens(settings: Envoy) -> bool:
+    return settings.stream_tokens and (settings.stats or settings.access_log)
+
+
 def _usage() -> hcm.HttpFilter:
     """Token counts of a streamed answer, where it states them, as metadata."""
     rules = [
         json_parser.JsonContentParserRuleConfig(
             rule=json_to_metadata.JsonToMetadataRule(
-                selectors=[json_to_metadata.JsonToMetadataSelector(key=part) for part in path],
+                selectors=[json_to_metadata.JsonToMetadataSelector(key=part) for part in ("usage", key)],
                 on_present=json_to_metadata.JsonToMetadataKeyValuePair(
                     metadata_namespace=USAGE_NAMESPACE, key=key, type=json_to_metadata.JsonToMetadataValueType.NUMBER
                 ),
             )
         )
-        for key, path in _USAGE_PATHS
+        for key in _USAGE_KEYS
     ]
     parser = _extension("envoy.content_parsers.json", json_parser.JsonContentParser(rules=rules))
     return _http_filter(
@@ -608,12 +612,8 @@ _HISTOGRAMS = {"ttft_ms": _TTFT_MS, "generation_ms": _GENERATION_MS}
 
 _TAGS = ("model", "policy", "mode")
 
-# Where a streamed answer states its tokens: OpenAI's chunks (the last, or all), its responses API, Anthropic's messages.
-_USAGE_PATHS = (
-    ("prompt_tokens", ("usage", "prompt_tokens")),
-    ("completion_tokens", ("usage", "completion_tokens")),
-)
-_USAGE_KEYS = tuple(dict.fromkeys(key for key, _ in _USAGE_PATHS))
+# Names of the counts in the `usage` of a chunk, of chat completions and of completions alike.
+_USAGE_KEYS = ("prompt_tokens", "completion_tokens")
 # One event of a stream may hold log probabilities, or the token ids of a long prompt.
 _MAX_EVENT_BYTES = 1 << 20
 
@@ -660,20 +660,26 @@ def _log_service() -> accesslog.AccessLog:
     return accesslog.AccessLog(name="envoy.access_loggers.http_grpc", typed_config=protobuf.Any.pack(config))
 
 
-def _stats_logs() -> list[accesslog.AccessLog]:
+def _stats_logs(*, tokens: bool) -> list[accesslog.AccessLog]:
     whole = "response.code_details == 'via_upstream'"
     streamed = "response.headers['content-type'].startsWith('text/event-stream')"
     times = [
         stats.ConfigHistogram(stat=_stat(name), unit=stats.ConfigHistogramUnit.Milliseconds, value_format=value)
         for name, value in _HISTOGRAMS.items()
     ]
-    tokens = [stats.ConfigCounter(stat=_stat(key), value_format=_usage_value(key)) for key in _USAGE_KEYS]
+    stated = [
+        stats.ConfigCounter(stat=_stat(key), value_format=f"%DYNAMIC_METADATA({USAGE_NAMESPACE}:{key})%") for key in _USAGE_KEYS
+    ]
     requests = stats.ConfigCounter(
         stat=_stat("requests", stats.ConfigTag(name="code", value_format="%RESPONSE_CODE%")), value_fixed=1
     )
     return [
         _stats_log("times", f"{whole} && {streamed}", stats.Config(histograms=times)),
-        _stats_log("tokens", f"'{USAGE_NAMESPACE}' in metadata.filter_metadata", stats.Config(counters=tokens)),
+        *(
+            [_stats_log("tokens", f"'{USAGE_NAMESPACE}' in metadata.filter_metadata", stats.Config(counters=stated))]
+            if tokens
+            else []
+        ),
         _stats_log("requests", None, stats.Config(counters=[requests])),
     ]
 
@@ -690,10 +696,6 @@ def _stats_log(name: str, when: str | None, config: stats.Config) -> accesslog.A
 def _stat(name: str, *more: stats.ConfigTag) -> stats.ConfigStat:
     tags = [stats.ConfigTag(name=tag, value_format=f"%DYNAMIC_METADATA({TAGS_NAMESPACE}:{tag})%") for tag in _TAGS]
     return stats.ConfigStat(name=name, tags=[*tags, *more])
-
-
-def _usage_value(key: str) -> str:
-    return f"%DYNAMIC_METADATA({USAGE_NAMESPACE}:{key})%"
 
 
 def _stats_config() -> metrics.StatsConfig:

@@ -66,10 +66,32 @@ _COMMENTS: Mapping[str, str] = {
         "The default, 15 s, would cut every longer answer. There is no retry policy: the load balancer may only choose the "
         "one worker, which a retry would have tried already, and KV blocks are good for one attempt."
     ),
-    "access_log.envoy.access_loggers.stats": (
-        "Time to first token, without looking at a single chunk: from the first byte of the request to the first byte "
-        "of the answer's body (headers may come long before that). Only of streams that came to their end."
+    "access_log.envoy.access_loggers.stats.times": (
+        "At /stats/prometheus as `envoy_baton_…`. Time to first token, without looking at a single chunk: from the first byte "
+        "of the request to the first byte of the answer's body (headers may come long before that). Only of streams that came "
+        "to their end."
     ),
+    "stats.times.typed_config.histograms.0.stat.tags": (
+        "The filter notes these with its reply: dynamic metadata, which no client can write. Policies and modes are of the "
+        "configuration, models are those that workers serve: the number of series is bounded."
+    ),
+    "access_log.envoy.access_loggers.stats.tokens": "Only of answers that say how many tokens they have.",
+    "access_log.envoy.access_loggers.http_grpc": (
+        "The filter is told of each request when it is over. Envoy sends what it has every half second or every 16 KiB; while "
+        "the filter is away it drops lines, counts them (`access_logs.grpc_access_log.logs_dropped`), and goes on."
+    ),
+    "http_grpc.typed_config.common_config.custom_tags": "The log's own times end at the headers of the answer.",
+    "filters.http.sse_to_metadata": (
+        "Reads `usage` from the events of a stream as they pass. Envoy calls this filter work in progress; "
+        "`envoy.stream_tokens: false` leaves it out."
+    ),
+    "max_event_size": "A longer event is passed on unread. Log probabilities can make one long.",
+    "http_filters.envoy.filters.http.composite": (
+        "The chunks of a sampled answer are shown to the process that watches them. The filter marks such a request in the "
+        "metadata; for all others this is one look-up, and no stream is opened."
+    ),
+    "observability_mode": "Chunks are shown and never held: whatever becomes of the process, the answer goes on.",
+    "deferred_close_timeout": "How long the process may take to read the last chunk.",
     "typed_config.processing_mode": (
         "The response never passes through the filter. Asking for its trailers costs nothing and keeps the gRPC stream "
         "open to the end of the answer: that is how the filter learns of it."
@@ -84,7 +106,7 @@ _COMMENTS: Mapping[str, str] = {
         "The filter names the decode worker in the metadata that the load balancer reads, and reads there which one it took."
     ),
     "response_attributes": "Which worker was connected to: with this pin, the load balancer does not say.",
-    "failure_mode_allow": (
+    "filters.http.ext_proc.typed_config.failure_mode_allow": (
         "A request that the filter cannot be asked about goes on. The Lua filter behind it says how far "
         "(`envoy.filter_down: round_robin`); `http.front.ext_proc.failure_mode_allowed` counts them."
     ),

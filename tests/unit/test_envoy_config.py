@@ -15,7 +15,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from extproc import envoy_yaml
-from extproc.config import Config, ConfigError, Envoy, Limits, Prefill, parse
+from extproc.config import Config, ConfigError, Envoy, Limits, Observe, Prefill, parse
 from extproc.envoy_config import EXAMPLE, build
 from extproc.envoy_yaml import render
 from extproc.headers import (
@@ -26,6 +26,7 @@ from extproc.headers import (
     PREFILLER_HEADER,
     ROUTING_HEADERS,
 )
+from extproc.policy_config import PolicyRule
 from extproc.stack import find_envoy
 from extproc.xds import write_endpoints
 
@@ -86,8 +87,9 @@ def ext_proc(config: Config = EXAMPLE) -> dict[str, Any]:
         change(envoy=Envoy(eds="grpc")),
         change(envoy=Envoy(pin="original_dst")),
         change(envoy=Envoy(filter_down="round_robin")),
+        change(envoy=Envoy(stats=False, access_log=False), observe=Observe(sample=0)),
     ],
-    ids=["unix", "direct", "tcp", "ipv6", "name", "limits", "grpc", "original_dst", "filter_down"],
+    ids=["unix", "direct", "tcp", "ipv6", "name", "limits", "grpc", "original_dst", "filter_down", "unobserved"],
 )
 def test_the_real_envoy_accepts_it(config: Config, tmp_path: Path) -> None:
     eds = tmp_path / "eds"
@@ -323,11 +325,13 @@ def test_request_goes_to_the_named_worker_or_nowhere(name: str) -> None:
 
 def test_only_the_filter_can_name_the_decode_worker() -> None:
     assert ext_proc()["metadata_options"] == {
-        "receiving_namespaces": {"untyped": ["envoy.lb"]},
+        "receiving_namespaces": {"untyped": ["envoy.lb", "baton"]},
         "forwarding_namespaces": {"untyped": ["envoy.lb"]},
     }
     assert [item["name"] for item in manager("front")["http_filters"]] == [
         "envoy.filters.http.ext_proc",
+        "envoy.filters.http.sse_to_metadata",
+        "envoy.filters.http.composite",
         "envoy.filters.http.router",
     ]
 
@@ -395,6 +399,8 @@ def test_without_the_filter_only_marked_requests_go_on_and_no_client_can_mark_on
     assert [item["name"] for item in front["http_filters"]] == [
         "envoy.filters.http.ext_proc",
         "envoy.filters.http.lua",
+        "envoy.filters.http.sse_to_metadata",
+        "envoy.filters.http.composite",
         "envoy.filters.http.router",
     ]
     assert ext_proc(config)["failure_mode_allow"] is True
@@ -425,7 +431,7 @@ def test_settings_that_contradict_each_other_are_refused(text: str, message: str
 def test_direct_prefill_needs_no_listener_and_no_cluster() -> None:
     static = tree(change(prefill=Prefill()))["static_resources"]
     assert [item["name"] for item in static["listeners"]] == ["front"]
-    assert [item["name"] for item in static["clusters"]] == ["decode", "extproc"]
+    assert [item["name"] for item in static["clusters"]] == ["decode", "extproc", "watch"]
 
 
 def test_prefill_socket_is_not_for_everybody() -> None:
@@ -486,10 +492,68 @@ def test_worker_addresses_are_shown_only_when_asked_for() -> None:
     assert not any(item.get("keep_empty_value") for item in added)
 
 
+def logs(config: Config = EXAMPLE) -> dict[str, Any]:
+    return {log["name"].removeprefix("envoy.access_loggers."): log for log in manager("front", config)["access_log"]}
+
+
 def test_time_to_first_token_is_measured_at_the_body() -> None:
-    [stats] = [log for log in manager("front")["access_log"] if log["name"] == "envoy.access_loggers.stats"]
-    histograms = stats["typed_config"]["histograms"]
+    histograms = logs()["stats.times"]["typed_config"]["histograms"]
     assert {item["stat"]["name"]: item["value_format"] for item in histograms} == {
         "ttft_ms": "%COMMON_DURATION(DS_RX_BEG:US_RX_BODY_BEG:ms)%",
         "generation_ms": "%COMMON_DURATION(US_RX_BODY_BEG:US_RX_END:ms)%",
     }
+    tags = {tag["name"]: tag["value_format"] for item in histograms for tag in item["stat"]["tags"]}
+    assert tags == {tag: f"%DYNAMIC_METADATA(baton:{tag})%" for tag in ("model", "policy", "mode")}
+
+
+def test_common_limits_of_ttft_and_itl_are_bounds_of_buckets() -> None:
+    [settings] = tree()["stats_config"]["histogram_bucket_settings"]
+    assert settings["match"] == {"prefix": "baton."}
+    assert {45.0, 2500.0} <= set(settings["buckets"])
+    assert settings["buckets"] == sorted(settings["buckets"])
+
+
+def filters(config: Config) -> list[str]:
+    return [item["name"].removeprefix("envoy.filters.http.") for item in manager("front", config)["http_filters"]]
+
+
+def test_everything_that_observes_can_be_switched_off() -> None:
+    off = change(envoy=Envoy(stats=False, access_log=False), observe=Observe(sample=0))
+    assert list(logs(off)) == ["stdout"]
+    assert filters(off) == ["ext_proc", "router"]
+    assert [item["name"] for item in tree(off)["static_resources"]["clusters"]] == ["decode", "prefill", "extproc"]
+    without_tokens = change(envoy=Envoy(stream_tokens=False))
+    assert "sse_to_metadata" not in filters(without_tokens)
+    assert list(logs(without_tokens)) == ["stdout", "stats.times", "stats.requests", "http_grpc"]
+
+
+@pytest.mark.parametrize(
+    "policy", [{"observe": {"sample": 0.5}}, {"allow_overrides": ["observe"]}], ids=["a policy samples", "clients may ask"]
+)
+def test_streams_can_be_watched_where_only_a_policy_wants_it(policy: dict[str, Any]) -> None:
+    rule = msgspec.convert({"name": "a", **policy}, PolicyRule)
+    assert "composite" in filters(change(observe=Observe(sample=0), policies=[rule]))
+
+
+@pytest.mark.parametrize(
+    ("listen", "own", "watch"),
+    [
+        ("unix:/run/baton/extproc.sock", None, {"pipe": {"path": "/run/baton/watch.sock"}}),
+        ("0.0.0.0:9002", None, {"socket_address": {"address": "127.0.0.1", "port_value": 9004}}),
+        ("0.0.0.0:9002", "127.0.0.1:1", {"socket_address": {"address": "127.0.0.1", "port_value": 1}}),
+    ],
+    ids=["beside the socket", "its port", "its own address"],
+)
+def test_the_process_that_watches_streams_has_an_address_of_its_own(listen: str, own: str | None, watch: Any) -> None:
+    made = cluster("watch", change(listen=listen, observe=Observe(listen=own)))
+    [locality] = made["load_assignment"]["endpoints"]
+    assert [each["endpoint"]["address"] for each in locality["lb_endpoints"]] == [watch]
+
+
+def test_a_watched_stream_is_never_held_and_never_fails_for_it() -> None:
+    [watch] = [item for item in manager("front")["http_filters"] if item["name"] == "envoy.filters.http.composite"]
+    [rule] = watch["typed_config"]["xds_matcher"]["matcher_list"]["matchers"]
+    seen = rule["on_match"]["action"]["typed_config"]["typed_config"]["typed_config"]
+    assert (seen["observability_mode"], seen["failure_mode_allow"]) == (True, True)
+    assert seen["processing_mode"]["response_body_mode"] == "STREAMED"
+    assert seen["metadata_options"] == {"forwarding_namespaces": {"untyped": ["baton"]}}

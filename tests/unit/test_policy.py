@@ -218,6 +218,23 @@ def test_a_client_can_shorten_its_wait_but_not_prolong_it() -> None:
     assert resolve(rule, {"x-baton-queue-wait-ms": "9000"}).aims.max_wait_s == 5.0
 
 
+def test_how_many_streams_are_watched_is_the_policys_or_the_clients_where_it_may() -> None:
+    policies = Policies(
+        rules("""
+        - {name: all, match: {model: a}, observe: {sample: 1}, allow_overrides: [observe]}
+        - {name: rest}
+        """)
+    )
+    assert policies.resolve({}, "/", "a", 1).sample == 1
+    assert policies.resolve({"x-baton-observe": "false"}, "/", "a", 1).sample == 0
+    assert policies.resolve({}, "/", "b", 1).sample is None
+    assert policies.resolve({"x-baton-observe": "true"}, "/", "b", 1).sample is None, "not allowed there"
+    with pytest.raises(ApiError, match="x-baton-observe: 'yes' is not true or false"):
+        policies.resolve({"x-baton-observe": "yes"}, "/", "a", 1)
+    with pytest.raises(ConfigError, match=r"sample: 1.5 is not from 0 to 1"):
+        rules("- {name: a, observe: {sample: 1.5}}")
+
+
 def test_what_the_policy_does_not_allow_is_ignored_whatever_its_value_and_named() -> None:
     headers = {"x-baton-mode": "nonsense", "x-baton-priority": "1", "x-baton-explain": "true", "x-batonic": "1"}
     found = resolve("- {name: a, allow_overrides: [priority]}", headers)
