@@ -262,7 +262,9 @@ def _run(made: Plan, engine: str, own_cores: tuple[int, ...]) -> int:
     from workers.ready import answers
 
     spec = made.spec
-    host = "127.0.0.1" if spec.host == "0.0.0.0" else spec.host  # noqa: S104  (what listens everywhere, listens there)
+    # What listens everywhere listens on the loopback address too.
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(spec.host, spec.host)  # noqa: S104
+    host = f"[{host}]" if ":" in host else host
     started_s = time.monotonic()
 
     def when_ready(above: int) -> bool:

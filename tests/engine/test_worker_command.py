@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+import zmq
 
 from tests.cases.worker_commands import all_roles, planned
 from tests.engine.system import UP_TIMEOUT_S
@@ -135,6 +136,8 @@ class Worker:
     process: subprocess.Popen[bytes]
     url: str
     log: Path
+    events: str
+    """Where it publishes what its prefix cache holds."""
 
 
 @pytest.fixture
@@ -152,18 +155,37 @@ def worker(tiny_model: Path, run_dir: Path) -> Iterator[Worker]:
             assert process.poll() is None, log.read_text()
             assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.2)
-        yield Worker(process, f"http://127.0.0.1:{port}", log)
+        yield Worker(process, f"http://127.0.0.1:{port}", log, f"tcp://127.0.0.1:{events}")
     finally:
         if process.poll() is None:
             process.terminate()
             process.wait(60)
 
 
-def test_a_worker_of_the_cpu_profile_serves_and_ends_on_sigterm_with_nothing_left(worker: Worker, tiny_model: Path) -> None:
-    body = json.dumps({"model": tiny_model.name, "prompt": "The capital of France", "max_tokens": 4}).encode()
+def complete(worker: Worker, model: Path, prompt: str) -> dict[str, Any]:
+    """The usage of one answer of four tokens."""
+    body = json.dumps({"model": model.name, "prompt": prompt, "max_tokens": 4}).encode()
     request = urllib.request.Request(f"{worker.url}/v1/completions", body, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=60) as reply:
-        assert json.load(reply)["usage"]["completion_tokens"] == 4
+        return dict(json.load(reply)["usage"])
+
+
+def test_a_worker_of_the_cpu_profile_serves_publishes_events_and_ends_on_sigterm_with_nothing_left(
+    worker: Worker, tiny_model: Path
+) -> None:
+    with zmq.Context() as context, context.socket(zmq.SUB) as listener:
+        listener.linger = 0
+        listener.subscribe(b"")
+        listener.connect(worker.events)
+        # A subscription takes a moment to arrive, and nothing says when: an event is asked for until one comes.
+        for attempt in range(20):
+            usage = complete(worker, tiny_model, f"Prompt {attempt}: " + "The capital of France is a city. " * 20)
+            assert usage["completion_tokens"] == 4
+            assert usage["prompt_tokens"] > 128, "a whole block, or there is no event"
+            if listener.poll(1000):
+                break
+        else:
+            raise AssertionError("no KV event came")
     family = [psutil.Process(worker.process.pid), *psutil.Process(worker.process.pid).children(recursive=True)]
     engine = [each for each in family if each.name().startswith("VLLM::EngineCor")]
     assert engine, "the engine is a process below it"
