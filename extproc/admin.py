@@ -25,7 +25,7 @@ async def start(
     """Serve until the runner's ``cleanup()``. ``status`` says (ready, what to show). Raises OSError if the port is busy."""
 
     async def show_metrics(_: web.Request) -> web.Response:
-        return web.Response(body=metrics.render(), headers={"content-type": CONTENT_TYPE_LATEST})
+        return web.Response(body=await metrics.render(), headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def show_health(_: web.Request) -> web.Response:
         ready, details = status()

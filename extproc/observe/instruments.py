@@ -21,6 +21,9 @@ from extproc.observe.tags import NONE, OTHER
 _MOST_SERIES = 5_000
 """Label sets of one counter; what comes after them is counted under ``other``."""
 
+_MOST_SPREADS = 500
+"""The same for a histogram: each has a dozen series or two."""
+
 
 class Bounded:
     """Names that others choose, as label values: the first ``limit`` of them, then ``other``."""
@@ -111,7 +114,7 @@ class Spread:
         *,
         bounds: Sequence[float],
         known: Iterable[tuple[str, ...]] = (),
-        limit: int = _MOST_SERIES,
+        limit: int = _MOST_SPREADS,
     ) -> None:
         """``bounds`` are the upper ones of the buckets, in order; the last bucket, without an end, comes of itself."""
         self._name, self._meaning, self._labels, self._limit = name, meaning, tuple(labels), limit

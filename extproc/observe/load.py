@@ -11,6 +11,7 @@ import random
 import re
 import time
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 
 import aiohttp
 import msgspec
@@ -139,7 +140,11 @@ _FIELDS = {
     b"time_to_first_token_seconds_count": "ttft_count",
 }
 
-_HISTOGRAMS = {b"inter_token_latency_seconds": "itl_buckets", b"time_to_first_token_seconds": "ttft_buckets"}
+_HISTOGRAMS = {
+    b"\nvllm:inter_token_latency_seconds_bucket{": "itl_buckets",
+    b"\nvllm:time_to_first_token_seconds_bucket{": "ttft_buckets",
+}
+_BUCKETS = {start: re.compile(start + rb'(?:.*?,)?le="([^"]{1,64})".*\}[ \t]+(\S{1,64})') for start in _HISTOGRAMS}
 
 _SOURCES = b"prompt_tokens_by_source_total"
 
@@ -150,9 +155,6 @@ _CACHE = b"cache_config_info"
 
 # The newline and the prefix are literal, so that the search jumps from line to line; most lines are buckets of histograms.
 _SAMPLE = re.compile(rb"\nvllm:(%s)(?:\{(.*)\})?[ \t]+(\S{1,64})" % b"|".join((*_FIELDS, _CACHE, _SOURCES)))
-_BUCKET = re.compile(
-    rb'\nvllm:(%s)_bucket\{(?:.*,)?le="([^"]{1,64})".*\}[ \t]+(\S{1,64})' % b"|".join(_HISTOGRAMS),
-)
 _SOURCE = re.compile(rb'(?:^|,)source="([a-z_]{1,64})"')
 _MODEL = re.compile(rb'(?:^|,)model_name="([^"\\]{1,256})"')
 _PROCESS_START = re.compile(rb"\nprocess_start_time_seconds(?:\{.*\})?[ \t]+(\S{1,64})")
@@ -208,14 +210,23 @@ def parse(text: bytes) -> Scrape:
 def _buckets(page: bytes) -> dict[str, dict[float, float]]:
     """Of the histograms, by field; engines are summed."""
     found: dict[str, dict[float, float]] = {}
-    for name, end, written in _BUCKET.findall(page):
-        bound, samples = _bound(end), _number(written)
-        if bound is not None and samples is not None:
-            buckets = found.setdefault(_HISTOGRAMS[name], {})
-            buckets[bound] = buckets.get(bound, 0.0) + samples
+    for start, field in _HISTOGRAMS.items():
+        first = page.find(start)
+        if first < 0:
+            continue
+        # The lines of a family stand together: the rest of the page need not be searched.
+        end = page.find(b"\n", page.rfind(start) + 1)
+        buckets: dict[float, float] = {}
+        for le, written in _BUCKETS[start].findall(page, first, end if end >= 0 else len(page)):
+            bound, samples = _bound(le), _number(written)
+            if bound is not None and samples is not None:
+                buckets[bound] = buckets.get(bound, 0.0) + samples
+        if buckets:
+            found[field] = buckets
     return found
 
 
+@lru_cache(maxsize=256)
 def _bound(written: bytes) -> float | None:
     return math.inf if written == b"+Inf" else _number(written)
 

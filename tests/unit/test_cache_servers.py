@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import pytest
 from aiohttp import web
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from extproc.config import ConfigError, parse
@@ -122,7 +123,7 @@ class Watched:
             await self.task
 
     def value(self, name: str, server: str) -> float | None:
-        for family in text_string_to_metric_families(self.registry.render().decode()):
+        for family in text_string_to_metric_families(generate_latest(self.registry.registry).decode()):
             for sample in family.samples:
                 if sample.name == f"baton_cache_server_{name}" and sample.labels.get("server") == server:
                     return sample.value
