@@ -11,6 +11,7 @@ from aiohttp import web
 from extproc.dispatcher import REMEMBERED, Dispatcher
 from extproc.errors import ApiError
 from extproc.explain import Explainer, Question, Report, snapshot_of
+from extproc.observe.observer import Observer
 from extproc.prompt import BytesPerToken
 from extproc.routing.snapshot import INDEX_BLOCKS
 
@@ -25,9 +26,16 @@ class Debug:
     """One a process."""
 
     def __init__(
-        self, dispatcher: Dispatcher, explainer: Explainer, bytes_per_token: BytesPerToken, *, max_body_bytes: int
+        self,
+        dispatcher: Dispatcher,
+        explainer: Explainer,
+        bytes_per_token: BytesPerToken,
+        observer: Observer,
+        *,
+        max_body_bytes: int,
     ) -> None:
         self._dispatcher = dispatcher
+        self._observer = observer
         self._explainer = explainer
         self._bytes_per_token = bytes_per_token
         self.max_bytes = max_body_bytes + ENVELOPE_BYTES
@@ -41,6 +49,7 @@ class Debug:
             web.get("/debug/decisions", self._decisions),
             web.get("/debug/snapshot", self._snapshot),
             web.post("/debug/explain", self._explain),
+            web.get("/debug/times", self._times),
         ]
 
     async def _decisions(self, request: web.Request) -> web.Response:
@@ -48,6 +57,9 @@ class Debug:
         if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= REMEMBERED):
             return _refused(400, "bad_query", f"last: {text[:64]!r} is not a number from 1 to {REMEMBERED}")
         return _json(self._dispatcher.decisions(int(text)))
+
+    async def _times(self, _: web.Request) -> web.Response:
+        return _json({**self._observer.times.snapshot(), "watched": self._observer.watched_answers()})
 
     async def _snapshot(self, request: web.Request) -> web.Response:
         wanted = request.query.get("index", "0")

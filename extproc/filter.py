@@ -204,7 +204,8 @@ class Filter:
         journey.job = job
         if request.streamed():
             sample = asked.resolved.sample
-            parts.observer.draw(journey.observed, parts.config.observe.sample if sample is None else sample)
+            share = parts.config.observe.sample if sample is None else sample
+            parts.observer.draw(journey.observed, share, record.request_id)
         journey.tenant = parts.metrics.accounts.tenant(job.tenant, asked.resolved.policy.tenant_header)
         try:
             ticket = await journey.place(job)

@@ -148,7 +148,9 @@ class Server:
             ]
             await fleet.first_look()
             server = await self._start_grpc(filter_)
-            debug = Debug(dispatcher, Explainer(config), bytes_per_token, max_body_bytes=config.limits.max_body_bytes)
+            debug = Debug(
+                dispatcher, Explainer(config), bytes_per_token, self._observer, max_body_bytes=config.limits.max_body_bytes
+            )
             runner = await admin.start(Address.parse(config.admin), self._metrics, self._status, debug, live)
             self._log.info(
                 "serving", version=__version__, listen=config.listen, admin=config.admin, prefill_via=config.prefill.via

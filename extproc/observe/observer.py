@@ -39,6 +39,8 @@ class Observed(msgspec.Struct):
     """One request."""
 
     note: Note
+    request_id: str = ""
+    """Of a watched one."""
     open: bool = True
     watched: bool = False
 
@@ -56,6 +58,7 @@ class Observer:
         seed: int | None = None,
     ) -> None:
         self._metrics = metrics
+        self._log = log
         self._clock = clock
         self._random = random.Random(seed)  # noqa: S311  # draws a sample
         self.times = Times(clock)
@@ -92,7 +95,7 @@ class Observer:
             marks[WATCH_KEY] = "1"
         return marks
 
-    def draw(self, observed: Observed, share: float) -> None:
+    def draw(self, observed: Observed, share: float, request_id: str) -> None:
         """Perhaps watch this stream; ``share`` of those that come here are."""
         if self.watcher is None or self._random.random() >= share:
             return
@@ -100,7 +103,7 @@ class Observer:
         if not self.watcher.take(key):
             self._metrics.clients.watched.inc("not_watched")
             return
-        observed.watched = True
+        observed.watched, observed.request_id = True, request_id
         self._watched[key] = observed
 
     def end(self, observed: Observed) -> None:
@@ -153,7 +156,9 @@ class Observer:
         if seen.gaps:
             self._metrics.clients.add_gaps(kind, seen.gaps, seen.gaps_s)
             self.times.watched(kind, seen.gaps)
-        self._recent.append(_shown(seen, observed.note.tags, outcome))
+        shown = _shown(seen, observed, outcome)
+        self._recent.append(shown)
+        self._log.info("stream_watched", **shown)
 
     # -- time --------------------------------------------------------------------------------------------------------------
 
@@ -198,11 +203,12 @@ def _kind_of(tags: Tags) -> Tags:
     return tags if tags.tenant == NONE else Tags(tags.model, tags.policy, tags.mode)
 
 
-def _shown(seen: Sighting, tags: Tags, outcome: str) -> dict[str, Any]:
-    """One watched answer for people."""
+def _shown(seen: Sighting, observed: Observed, outcome: str) -> dict[str, Any]:
+    """One watched answer, for people and the log."""
     found = _p50_p99_ms(seen)
     return {
-        **tags.as_dict(),
+        "request_id": observed.request_id,
+        **observed.note.tags.as_dict(),
         "outcome": outcome,
         "finish_reason": seen.finish_reason,
         "tokens": seen.tokens,
