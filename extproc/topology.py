@@ -89,6 +89,12 @@ class Deploy(_Section, frozen=True, kw_only=True):
     resources: Any = None
 
 
+class Hook(_Section, frozen=True, kw_only=True):
+    """A command that is run at some point of a service's life."""
+
+    command: list[str]
+
+
 class Service(_Section, frozen=True, kw_only=True):
     """One service. The fields after `ports` say what a container may do; a process on this machine runs without them."""
 
@@ -107,6 +113,8 @@ class Service(_Section, frozen=True, kw_only=True):
     tmpfs: list[str] = []
     networks: list[str] | dict[str, Attachment] = []
     network_mode: Literal["none"] | None = None
+    pre_stop: list[Hook] = []
+    """Run one after the other before SIGTERM, as long as they take."""
     stop_grace_period: str = "10s"
     """From SIGTERM to SIGKILL."""
     ports: list[str] = []

@@ -49,6 +49,9 @@ _FAILED = 1
 _BAD_OPTIONS = 2
 _INTERRUPTED = 130
 
+_HOOK_S = 20.0
+"""For each command before the end of a service, however long it would take by itself: somebody waits at a terminal."""
+
 MAX_INSTANCES = 16
 """Of one service."""
 FILTER_CONFIG = "/etc/baton/baton.yaml"
@@ -341,12 +344,35 @@ class _Run:
         while left:
             needed = {name for instance in left for name in instance.service.depends_on}
             wave = [instance for instance in left if instance.service_name not in needed]
+            for instance in wave:
+                self._before_stop(instance)
             children = [instance.part.child for instance in wave if instance.part is not None]
             for child in children:
                 child.begin_stop()
             for child in children:
                 child.stop()
             left = [instance for instance in left if instance not in wave]
+
+    def _before_stop(self, instance: _Instance) -> None:
+        """Run what the file wants to be run before SIGTERM. What goes wrong in it does not keep the instance from ending."""
+        if instance.site is None or instance.part is None or instance.part.child.poll() is not None:
+            return
+        for number, hook in enumerate(instance.service.pre_stop):
+            log = self._run_dir / f"{instance.name}.pre_stop-{number}.log"
+            with suppress(UpError, OSError), log.open("wb") as output:
+                argv = _program(
+                    [instance.site.text(word) for word in hook.command], f"services.{instance.service_name}.pre_stop"
+                )
+                with suppress(subprocess.TimeoutExpired):
+                    subprocess.run(
+                        argv,
+                        env={**os.environ, **instance.env},
+                        stdin=subprocess.DEVNULL,
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                        timeout=_HOOK_S,
+                        check=False,
+                    )
 
 
 class Health:

@@ -55,14 +55,23 @@ def test_each_began_after_what_it_needs_was_ready_and_grafana_is_named_as_left_o
     assert said.index("envoy-config is done") < said.index("starting envoy,")
 
 
-async def test_what_it_began_ends_with_it(running: Topology) -> None:
+async def test_at_the_end_an_open_answer_is_finished_first_and_then_nothing_is_left(running: Topology) -> None:
     guards = psutil.Process(running.child.pids()[0]).children(recursive=True)
     assert len(guards) > 10
-    await asyncio.to_thread(running.child.begin_stop)
+    question = {"model": "sim", "prompt": "A river, a bridge.", "max_tokens": 150, "ignore_eos": True, "stream": True}
+    front = running.url("envoy")
+    async with aiohttp.ClientSession() as http, http.post(f"{front}/v1/completions", json=question) as response:
+        assert response.status == 200
+        first = await response.content.readline()
+        assert first.startswith(b"data: ")
+        await asyncio.to_thread(running.child.begin_stop)
+        rest = await response.content.read()
+    assert rest.rstrip().endswith(b"data: [DONE]"), "the answer was cut"
     async with asyncio.timeout(60):
         while running.child.poll() is None:
             await asyncio.sleep(0.1)
     assert running.child.poll() == 0, running.output
+    assert "0 requests are open" in (running.run_dir / "envoy.pre_stop-0.log").read_text()
     assert not [process for process in guards if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
 
 
