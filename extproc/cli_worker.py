@@ -124,6 +124,10 @@ def worker(
     engine: Annotated[
         Engine, typer.Option(help="vllm, or sim: the simulated engine, by the same command line.", envvar="BATON_ENGINE")
     ] = "vllm",
+    preflight: Annotated[
+        bool,
+        typer.Option(help="Look at this node first, and do not start where it cannot work.", envvar="BATON_PREFLIGHT"),
+    ] = True,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command, without secrets, and leave.")] = False,
 ) -> None:
     """Run one vLLM worker in the foreground until it ends or SIGTERM comes. What follows a -- goes to vLLM."""
@@ -181,6 +185,8 @@ def worker(
         _fail(str(error))
     _show(made, profile, dry_run=dry_run)
     if not dry_run:
+        if preflight and engine == "vllm":
+            _look_first(made)
         raise typer.Exit(_run(made, engine, own_cores))
 
 
@@ -254,6 +260,18 @@ def _show(made: Plan, profile: str, *, dry_run: bool) -> None:
     spec = made.spec
     _say(f"{spec.role} worker from profile {profile}: {spec.served_model_name} on http://{spec.host}:{spec.port}")
     typer.echo(text, err=True)
+
+
+def _look_first(made: Plan) -> None:
+    """Ends the command where this node cannot run the worker."""
+    from extproc.cli_preflight import before_start
+
+    try:
+        report = before_start(made.spec, made.command.env)
+    except (ValueError, OSError) as error:
+        _fail(f"preflight: {error}")
+    if report.exit_status() == 2:
+        _fail("this node cannot run the worker: see the errors above; --no-preflight starts it all the same")
 
 
 def _run(made: Plan, engine: str, own_cores: tuple[int, ...]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,6 +19,10 @@ import pytest
 from workers.ready import answers, free_ports
 
 _TIMEOUT_S = 30.0
+_TINY = {
+    **{"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32},
+    **{"hidden_size": 64, "vocab_size": 400, "max_position_embeddings": 4096, "torch_dtype": "float32"},
+}
 
 # An engine in short: it says when it is up, and on SIGTERM drains for as long as it is told.
 _ENGINE = """
@@ -162,6 +167,7 @@ def test_a_simulated_worker_serves_and_ends_on_sigterm(started: list[Running], t
 
 
 def refused(*arguments: str) -> str:
+    """What a command says that ends before anything is started."""
     done = subprocess.run(
         [sys.executable, "-m", "extproc", "worker", *arguments], capture_output=True, text=True, timeout=60, check=False
     )
@@ -185,3 +191,14 @@ def test_a_dry_run_prints_the_command_alone_and_notes_beside_it() -> None:
     assert done.stdout.startswith("VLLM_NIXL_SIDE_CHANNEL_HOST=127.0.0.1 \\\n")
     assert "vllm serve /elsewhere/m \\\n" in done.stdout
     assert "--disable-log-requests is left out" in done.stderr
+
+
+def test_a_node_that_cannot_run_the_worker_is_told_before_the_engine_starts(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        (tmp_path / "config.json").write_text(json.dumps(_TINY))
+        port = str(taken.getsockname()[1])
+        said = refused("--role", "prefill", "--host", "127.0.0.1", "--port", port, "--model", str(tmp_path))
+    assert "--no-preflight starts it all the same" in said
+    assert f"port {port}" in said
