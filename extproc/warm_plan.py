@@ -35,8 +35,10 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True):
     """A live worker, as far as it matters whom it can meet."""
 
     address: str
-    prefill: bool
-    decode: bool
+    prefill: frozenset[int] = frozenset()
+    """Policies under which it prefills, by their place; none: it is no prefill worker."""
+    decode: frozenset[int] = frozenset()
+    """Policies under which it decodes."""
     models: frozenset[str] | None
     """None: nobody knows."""
 
@@ -107,8 +109,8 @@ class Plan:
 
     def workers(self, live: Sequence[Worker]) -> None:
         """Those that live now."""
-        prefills = [worker for worker in live if worker.prefill]
-        decodes = [worker for worker in live if worker.decode]
+        prefills = [(worker.address, (worker.prefill, worker.models)) for worker in live if worker.prefill]
+        decodes = [(worker.address, (worker.decode, worker.models)) for worker in live if worker.decode]
         self._decodes_of, self._prefills_of = _partners(prefills, decodes), _partners(decodes, prefills)
         present = {worker.address for worker in live}
         for links in (self._known, self._tries):
@@ -298,25 +300,34 @@ class Plan:
         return found
 
 
-def _partners(workers: Sequence[Worker], others: Sequence[Worker]) -> dict[str, list[str]]:
-    """Whom each of ``workers`` can meet, for those that can meet anybody. Those with the same models share a list."""
-    kinds: dict[frozenset[str] | None, list[str]] = {}
-    for other in others:
-        kinds.setdefault(other.models, []).append(other.address)
-    everybody = {other.address for other in others}
-    shared: dict[frozenset[str] | None, list[str]] = {}
+_Kind = tuple[frozenset[int], frozenset[str] | None]
+"""Policies and models of a worker in one role."""
+
+
+def _partners(workers: Sequence[tuple[str, _Kind]], others: Sequence[tuple[str, _Kind]]) -> dict[str, list[str]]:
+    """Whom each of ``workers`` can meet, for those that can meet anybody. Those of one kind share a list."""
+    kinds: dict[_Kind, list[str]] = {}
+    for address, kind in others:
+        kinds.setdefault(kind, []).append(address)
+    everybody = {address for address, _ in others}
+    shared: dict[_Kind, list[str]] = {}
     found: dict[str, list[str]] = {}
-    for worker in workers:
-        mine = worker.models
-        if mine not in shared:
-            fitting = [theirs for theirs in kinds if theirs is None or mine is None or theirs & mine]
-            shared[mine] = [address for theirs in fitting for address in kinds[theirs]]
-        partners = shared[mine]
-        if worker.address in everybody:
-            partners = [address for address in partners if address != worker.address]
+    for address, kind in workers:
+        if kind not in shared:
+            shared[kind] = [other for theirs in kinds if _fit(kind, theirs) for other in kinds[theirs]]
+        partners = shared[kind]
+        if address in everybody:
+            partners = [other for other in partners if other != address]
         if partners:
-            found[worker.address] = partners
+            found[address] = partners
     return found
+
+
+def _fit(one: _Kind, other: _Kind) -> bool:
+    """Whether a prompt may have both."""
+    (policies, models), (other_policies, other_models) = one, other
+    common = models is None or other_models is None or not models.isdisjoint(other_models)
+    return common and not policies.isdisjoint(other_policies)
 
 
 def _from(addresses: Sequence[str], place: int, most: int | None = None) -> Iterator[str]:

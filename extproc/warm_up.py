@@ -7,8 +7,9 @@ through another one costs a small prompt more.
 from __future__ import annotations
 
 import asyncio
+import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -18,6 +19,7 @@ from extproc.dispatcher import Dispatcher
 from extproc.errors import ApiError
 from extproc.observe.logs import Logger
 from extproc.observe.metrics import Metrics
+from extproc.policy_config import Match, PolicyRule, WorkerLabels
 from extproc.routing.job import Job, Mode
 from extproc.routing.pool import Endpoint, Role, matches
 from extproc.warm_call import Meeting, MeetingError
@@ -27,6 +29,8 @@ _TICK_S = 0.2
 _SHOWN = 20
 """Pairs that do not work, as `/healthz` shows them."""
 _RETRY_AFTER_S = 5.0
+_GROUPS = 1_000
+"""Kinds of prompts of which is remembered whether they have to wait."""
 
 _Group = tuple[str | None, tuple[tuple[str, str], ...], tuple[tuple[str, str], ...]]
 
@@ -55,9 +59,11 @@ class WarmUp:
         self._log = log
         self._on_change = on_change
         self._clock = clock
+        self._rules = rules(config.policies)
         self._plan = Plan(config.warm_up, self._pairs)
         if self._settings.enabled:
             self._pairs.on_forget = self._forgotten
+        self._first = random.random()  # noqa: S311 (no secret)
         self._seen: tuple[int, int] | None = None
         """Versions of the pool and of the pairs that were looked at last."""
         self._counted: tuple[tuple[int, int] | None, tuple[int, int]] = (None, (0, 0))
@@ -68,6 +74,7 @@ class WarmUp:
         self._unwarmed: set[str] = set()
         """Workers that were given up on."""
         self._waiting: dict[asyncio.Future[None], Job] = {}
+        self._states: dict[_Group, tuple[bool, bool]] = {}
         self._transferred: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         metrics.pairs_warm.set_function(lambda: self._counts()[0])
@@ -111,20 +118,24 @@ class WarmUp:
         if not self._settings.enabled:
             return
         seen = self._router.pool.version, self._pairs.changes
-        if seen == self._seen:
-            self._give_up()
-            self._let_go()
-            return
+        if seen != self._seen:
+            self._look()
+            self._seen = self._router.pool.version, seen[1]
+        self._give_up()
+        self._let_go()
+
+    def _look(self) -> None:
         self._live = {each.address: each for each in self._router.pool.endpoints if each.live and not each.leaving}
-        workers = {address: _worker(endpoint) for address, endpoint in self._live.items()}
+        workers = {address: _worker(endpoint, self._rules) for address, endpoint in self._live.items()}
         if workers != self._workers:
             self._workers = workers
-            self._plan.workers(list(workers.values()))
+            # Each filter begins elsewhere, or several would all be at the same workers.
+            first = int(self._first * len(workers))
+            found = list(workers.values())
+            self._plan.workers(found[first:] + found[:first])
         else:
             self._plan.look()
         self._let_be(self._clock())
-        self._seen = self._router.pool.version, seen[1]
-        self._let_go()
 
     def _let_be(self, now_s: float) -> None:
         """Tell the pool who is warm."""
@@ -141,6 +152,7 @@ class WarmUp:
                 self._log.info("worker_warming" if warming else "worker_warm", endpoint=address)
         for address in self._since_s.keys() - self._live.keys():
             del self._since_s[address]
+        self._states.clear()
         if changed:
             self._dispatcher.stir()
             self._on_change()
@@ -148,11 +160,14 @@ class WarmUp:
     def _give_up(self) -> None:
         """Say so once, when workers begin to be used that could not be warmed."""
         now_s = self._clock()
-        late = {address for address in self._since_s if self._gave_up(address, now_s)}
+        late = {address for address, since_s in self._since_s.items() if now_s - since_s >= self._settings.give_up_s}
+        if late != self._unwarmed:
+            self._states.clear()
         if late - self._unwarmed:
             self._log.error("serving_unwarmed", endpoints=sorted(late), why=dict(self._plan.why_cold()))
+        self._unwarmed, before = late, self._unwarmed
+        if late != before:
             self._on_change()
-        self._unwarmed = late
 
     def took_transfer(self, address: str) -> bool:
         """Whether the decode worker has had a transfer of ours since this was last asked.
@@ -179,6 +194,10 @@ class WarmUp:
             await self._meeting.hold(link.prefill, link.decode, self._model(link))
         except MeetingError as error:
             reason = str(error)
+        except Exception as error:
+            # A fault of ours must not keep the two apart for ever: they are tried again like others.
+            self._log.exception("warm_up_fault", prefill=link.prefill, decode=link.decode)
+            reason = f"{type(error).__name__}: {error}"
         self._transferred.add(link.decode)
         self._ended(link, reason, self._clock() - started_s)
         self.sync()
@@ -219,7 +238,7 @@ class WarmUp:
         """
         if not self._since_s or not job.handoff or job.aims.mode is Mode.AGGREGATE:
             return None
-        open_, warm = self._state(_group(job))
+        open_, warm = self._state(job)
         if warm:
             return None
         if open_ or self._settings.when_cold == "serve":
@@ -244,22 +263,25 @@ class WarmUp:
             future.set_exception(ApiError("warming", message, retry_after_s=_RETRY_AFTER_S))
 
     def _let_go(self) -> None:
-        states: dict[_Group, tuple[bool, bool]] = {}
         for future, job in list(self._waiting.items()):
-            group = _group(job)
-            if group not in states:
-                states[group] = self._state(group)
-            open_, warm = states[group]
+            open_, warm = self._state(job)
             if future.done() or not open_:
                 continue
             if not warm:
                 self._metrics.fallbacks.labels("unwarmed").inc()
             future.set_result(None)
 
-    def _state(self, group: _Group) -> tuple[bool, bool]:
-        """Whether its prompts need not wait (any longer), and whether that is because a pair is warm (or nobody is live)."""
+    def _state(self, job: Job) -> tuple[bool, bool]:
+        """Whether it need not wait (any longer), and whether that is because a pair is warm (or nobody is live)."""
+        group = _group(job)
+        if group not in self._states:
+            if len(self._states) > _GROUPS:
+                self._states.clear()
+            self._states[group] = self._weigh(group)
+        return self._states[group]
+
+    def _weigh(self, group: _Group) -> tuple[bool, bool]:
         model, *labels = group
-        now_s = self._clock()
         open_ = warm = True
         for role, wanted in zip((Role.PREFILL, Role.DECODE), labels, strict=True):
             fitting = [
@@ -270,12 +292,8 @@ class WarmUp:
             if not fitting:
                 return True, True  # whoever chooses says what is missing
             warm &= any(not each.warming for each in fitting)
-            open_ &= any(not each.warming or self._gave_up(each.address, now_s) for each in fitting)
+            open_ &= any(not each.warming or each.address in self._unwarmed for each in fitting)
         return open_, warm
-
-    def _gave_up(self, address: str, now_s: float) -> bool:
-        since_s = self._since_s.get(address)
-        return since_s is not None and now_s - since_s >= self._settings.give_up_s
 
     # -- for people --------------------------------------------------------------------------------------------------------
 
@@ -283,8 +301,7 @@ class WarmUp:
         """Whether a pair is warm, or there is none to be warmed, or that was given up."""
         if not self._since_s:
             return True
-        now_s = self._clock()
-        usable = [each for each in self._live.values() if not each.warming or self._gave_up(each.address, now_s)]
+        usable = [each for each in self._live.values() if not each.warming or each.address in self._unwarmed]
         return all(any(role in each.roles for each in usable) for role in Role)
 
     def status(self) -> dict[str, Any]:
@@ -329,11 +346,25 @@ def _names(endpoint: Endpoint) -> list[str] | None:
     return None if endpoint.models is None else list(endpoint.models)
 
 
-def _worker(endpoint: Endpoint) -> Worker:
+def rules(policies: Sequence[PolicyRule]) -> list[WorkerLabels]:
+    """The labels that the two workers of a handoff may be asked for, one item for each policy that hands over."""
+    found = [each.workers for each in policies if each.mode is not Mode.AGGREGATE or "mode" in each.allow_overrides]
+    # What matches no policy is handed over where that costs less, between any two.
+    return found if any(each.match == Match() for each in policies) else [*found, WorkerLabels()]
+
+
+def _worker(endpoint: Endpoint, wanted: Sequence[WorkerLabels]) -> Worker:
     names = _names(endpoint)
+
+    def under(role: Role) -> frozenset[int]:
+        if role not in endpoint.roles:
+            return frozenset()
+        labels = [each.prefill if role is Role.PREFILL else each.decode for each in wanted]
+        return frozenset(place for place, each in enumerate(labels) if matches(endpoint.labels, each))
+
     return Worker(
         address=endpoint.address,
-        prefill=Role.PREFILL in endpoint.roles,
-        decode=Role.DECODE in endpoint.roles,
+        prefill=under(Role.PREFILL),
+        decode=under(Role.DECODE),
         models=None if names is None else frozenset(names),
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -67,6 +66,19 @@ def meetings(sim: RecordingSim) -> list[dict[str, Any]]:
     return [json.loads(body) for body in bodies]
 
 
+def clients_that_met(stack: SimStack) -> list[str]:
+    """Decode workers whose first handoff from some prefill worker was a client's."""
+    found = []
+    for sim in stack.decode:
+        engines: set[str] = set()
+        for each in sim.received:
+            params = json.loads(each.body).get("kv_transfer_params") if each.method == "POST" else None
+            if params and params["remote_engine_id"] not in engines:
+                engines.add(params["remote_engine_id"])
+                found += [] if is_warm_up(each.body) else [sim.name]
+    return found
+
+
 async def ask(stack: SimStack, words: str = "what is it") -> tuple[int, bytes]:
     body = json.dumps({"model": "m", "prompt": f"{words} " * 40, "max_tokens": 4}).encode()
     code, answer, _ = await post(stack, "/v1/completions", body)
@@ -86,14 +98,15 @@ async def until_warm(stack: SimStack, pairs: int) -> dict[str, Any]:
 
 
 async def test_a_client_never_pays_for_a_first_transfer() -> None:
-    async with stack_of(1, 2) as stack:
+    stack = stack_of(1, 2)
+    stack.configure(policies=[{"name": "default", "mode": "disaggregate", "objective": "round-robin"}])
+    async with stack:
         await until_warm(stack, 2)
         assert [len(meetings(sim)) for sim in stack.sims] == [2, 1, 1]
-        began = time.monotonic()
         answers = await asyncio.gather(*(ask(stack, f"question {number}") for number in range(8)))
         assert [code for code, _ in answers] == [200] * 8
-        assert all(prompts(sim) for sim in stack.decode), "both decode workers were asked"
-        assert time.monotonic() - began < HANDSHAKE_S, "a first transfer takes longer than all of it"
+        assert [len(prompts(sim)) for sim in stack.decode] == [4, 4]
+        assert clients_that_met(stack) == []
         assert stack.violations() == {}
         metrics = await stack.metrics()
         assert metrics['baton_warm_up_total{outcome="ok"}'] == 2
@@ -131,16 +144,14 @@ async def test_it_is_ready_with_the_first_pair_and_what_comes_before_waits_for_i
         early = asyncio.create_task(ask(stack))
         await until_sample(stack, "baton_warm_up_waiting_requests")
         assert [prompts(sim) for sim in stack.sims] == [[]] * 5
-        began = time.monotonic()
-        code, _ = await early
-        assert code == 200
-        assert time.monotonic() - began < 1.8 * HANDSHAKE_S, "it waited for the one transfer, and made none itself"
+        assert (await early)[0] == 200
         code, shown = await health(stack)
         assert (code, shown["why"]) == (200, None)
         assert await grpc_ready(stack)
 
         await until_warm(stack, 6)
         assert sum(len(meetings(sim)) for sim in stack.decode) == 6
+        assert clients_that_met(stack) == [], "it waited for another's first transfer, and made none itself"
         assert (await status(stack))["warm_up"]["warming"] == {}
         assert stack.violations() == {}
 
@@ -188,7 +199,7 @@ async def test_a_decode_worker_that_was_restarted_gets_no_prompt_until_it_has_me
         loads = [asyncio.create_task(load(number)) for number in range(4)]
         try:
             async with asyncio.timeout(20):
-                while not prompts(old):
+                while len(prompts(old)) < 20:  # the new engine's counters are surely lower when they are first read
                     await asyncio.sleep(0.02)
             if way == "process":
                 old.worker.inject(Fault(kind="crash", duration_s=1.0))

@@ -32,6 +32,7 @@ class Pool:
         self.lost: set[Link] = set()
         """A handoff of a client's failed between them since they met."""
         self.models: dict[str, frozenset[str]] = {}
+        self.policies: dict[str, frozenset[int]] = {}
         self.settings = WarmUp(**settings)
         self.pairs = Pairs(handshake_s=0.5)
         self.plan = Plan(self.settings, self.pairs, jitter=lambda: 0.5)
@@ -49,8 +50,8 @@ class Pool:
             [
                 Worker(
                     address=address,
-                    prefill=address[0] in "pb",
-                    decode=address[0] in "db",
+                    prefill=self.policies.get(address, frozenset((0,))) if address[0] in "pb" else frozenset(),
+                    decode=self.policies.get(address, frozenset((0,))) if address[0] in "db" else frozenset(),
                     models=self.models.get(address, frozenset("m")),
                 )
                 for address in (*self.prefills, *self.decodes, *self.boths)
@@ -195,6 +196,15 @@ def test_workers_of_different_models_do_not_meet() -> None:
     pool.run(5)
     assert sorted(pool.held) == [("p0", "d0"), ("p1", "d1")]
     assert pool.plan.warm == {"p0", "p1", "d0", "d1"}
+
+
+def test_workers_that_no_policy_brings_together_do_not_meet() -> None:
+    pool = Pool(2, 3)
+    pool.policies = {"p1": frozenset((1,)), "d1": frozenset((1,)), "d2": frozenset((0, 1))}
+    pool.tell()
+    pool.run(6)
+    assert sorted(pool.held) == [("p0", "d0"), ("p0", "d2"), ("p1", "d1"), ("p1", "d2")]
+    assert pool.plan.warm == {"p0", "p1", "d0", "d1", "d2"}
 
 
 def test_workers_with_both_roles_meet_both_ways_and_never_themselves() -> None:
