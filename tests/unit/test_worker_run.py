@@ -20,8 +20,15 @@ from workers.ready import answers, free_ports
 
 _TIMEOUT_S = 30.0
 _TINY = {
-    **{"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32},
-    **{"hidden_size": 64, "vocab_size": 400, "max_position_embeddings": 4096, "torch_dtype": "float32"},
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "hidden_size": 64,
+    "vocab_size": 400,
+    "max_position_embeddings": 4096,
+    "torch_dtype": "float32",
 }
 
 # An engine in short: it says when it is up, and on SIGTERM drains for as long as it is told.
