@@ -26,6 +26,7 @@ from extproc.live import Live
 from extproc.models import Models, Names
 from extproc.observe.logs import make_logger
 from extproc.observe.metrics import Metrics
+from extproc.observe.observer import Observer
 from extproc.policy_config import PolicyRule, Slo
 from extproc.prompt import BytesPerToken
 from extproc.recent import Recent
@@ -179,7 +180,8 @@ class World:
     async def served(self, port: int | None = None) -> AsyncIterator[str]:
         """The address of the admin port."""
         port = port or free_ports(1)[0]
-        debug = Debug(self.dispatcher, Explainer(self.config), BytesPerToken(), max_body_bytes=1 << 20)
+        observer = Observer(self.config, Metrics(), make_logger("critical"))
+        debug = Debug(self.dispatcher, Explainer(self.config), BytesPerToken(), observer, max_body_bytes=1 << 20)
         address = Address.parse(f"127.0.0.1:{port}")
         runner = await admin.start(address, self.metrics, lambda: (self.state["why"] is None, self.state), debug, self.live)
         history = asyncio.create_task(self.live.run())
