@@ -12,6 +12,8 @@ from rich.text import Text
 from extproc.live_document import DecisionNow, Live, Quantiles, Target, WorkerNow
 
 _BAR = 10
+_WIDE, _WIDEST = 100, 150
+"""Columns of a terminal from which there is room for more."""
 _KV_WARN, _KV_BAD = 0.85, 0.95
 _OLD_REPORT_S = 10.0
 _DECISIONS_LEAST, _DECISIONS_MOST = 3, 8
@@ -93,8 +95,8 @@ def _notices(doc: Live, fault: str | None, age_s: float) -> list[Text]:
 def _figures(doc: Live, width: int) -> Table:
     rates, queue = doc.rates, doc.queue
     table = Table.grid(padding=(0, 3), expand=False)
-    for _ in range(4):
-        table.add_column(no_wrap=True)
+    for _ in range(4 if width >= _WIDEST else 2):
+        table.add_column(no_wrap=True, overflow="ellipsis")
     columns = [
         (f"TTFT   {_times(doc.times.ttft)}", _goal(doc.targets, "ttft_s", doc.times.ttft)),
         (f"ITL    {_times(doc.times.itl)}", _goal(doc.targets, "itl_s", doc.times.itl)),
@@ -106,10 +108,12 @@ def _figures(doc: Live, width: int) -> Table:
         (f"queue {queue.requests:,}", f"{_time(queue.work_s)} of work, longest wait {_time(queue.longest_wait_s)}"),
     ]
     alarming = rates.refused_per_s > 0 or rates.errors_per_s > 0
-    rows = [columns] if width >= 150 else [columns[:2], columns[2:]]
-    for row in rows:
-        table.add_row(*(Text(first, style="bold") for first, _ in row))
-        table.add_row(*(Text(second, style="red" if alarming and second.startswith("handed") else "dim") for _, second in row))
+    cells = [
+        (Text(first, style="bold"), Text(second, style="red" if alarming and second.startswith("handed") else "dim"))
+        for first, second in columns
+    ]
+    for row in zip(*cells, strict=True) if width >= _WIDEST else cells:
+        table.add_row(*row)
     return table
 
 
@@ -139,7 +143,7 @@ def _workers(doc: Live, most: int, width: int) -> RenderableType:
         shown = sorted(shown, key=lambda each: (_URGENT[each.state], -each.backlog_s, -each.decode_requests))[:most]
         order = {each.address: number for number, each in enumerate(doc.workers)}
         shown.sort(key=lambda each: order[each.address])
-    wide = width >= 100
+    wide = width >= _WIDE
     table = Table(box=None, pad_edge=False, header_style="dim", title_justify="left", title_style="bold")
     left_out = len(doc.workers) - len(shown) + doc.workers_left_out
     table.title = f"workers{f' ({left_out:,} more are not shown)' if left_out else ''}"
@@ -206,13 +210,14 @@ def _decisions(decisions: Sequence[DecisionNow], width: int) -> RenderableType:
     table = Table(
         box=None, pad_edge=False, header_style="dim", title="last decisions", title_justify="left", title_style="bold"
     )
-    table.add_column("time", no_wrap=True)
+    wide, widest = width >= _WIDE, width >= _WIDEST
+    table.add_column("time", no_wrap=True, min_width=8)
     table.add_column("went to", no_wrap=True, overflow="ellipsis")
-    table.add_column("policy, reason", no_wrap=True, overflow="ellipsis")
-    for name in ("tokens", "cached", "queued", "TTFT exp."):
-        table.add_column(name, justify="right", no_wrap=True)
-    wide = width >= 140
     if wide:
+        table.add_column("policy, reason", no_wrap=True, overflow="ellipsis")
+    for name in ("tokens", "cached", "queued", "TTFT"):
+        table.add_column(name, justify="right", no_wrap=True, min_width=6)
+    if widest:
         table.add_column("next best", no_wrap=True, overflow="ellipsis")
     for each in decisions:
         where = f"{each.decode} alone" if each.prefill is None else f"{each.prefill} → {each.decode}"
@@ -220,13 +225,13 @@ def _decisions(decisions: Sequence[DecisionNow], width: int) -> RenderableType:
         row = [
             Text(time.strftime("%H:%M:%S", time.localtime(each.at))),
             Text(plain(where)),
-            Text(plain(f"{each.policy}, {each.reason}")),
+            *([Text(plain(f"{each.policy}, {each.reason}"))] if wide else []),
             Text(f"{each.prompt_tokens:,}"),
             Text(f"{share * 100:.0f} %"),
             Text(_time(each.queued_ms / 1e3)),
             Text(_time(each.ttft_ms / 1e3)),
         ]
-        if wide:
+        if widest:
             other = each.candidates[1] if len(each.candidates) > 1 else None
             row.append(Text("" if other is None or other.why is None else plain(other.why), style="dim"))
         table.add_row(*row)

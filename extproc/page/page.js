@@ -590,7 +590,8 @@ function showDecision() {
       ...fact("Waited here", `${milliseconds(decision.queued_ms)} ms`),
       ...fact("TTFT expected", `${milliseconds(decision.ttft_ms)} ms`)),
     make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "What was weighed" }, costTable(decision)),
-    make("p", { class: "quiet" }, "Times in milliseconds. Cost is what the objective makes of them; the least wins. The cheapest candidates are kept."));
+    make("p", { class: "quiet" }, `Times in milliseconds. Cost is what the objective makes of them; the least wins. ${decision.candidates.length > 1
+      ? "The cheapest candidates are kept." : "No other candidate was kept: \"baton explain\" weighs a request against all workers."}`));
 }
 
 const TERMS = ["queue_prefill", "prefill", "transfer", "handshake", "overhead", "penalty", "queue_decode", "generation", "stall", "hold"];

@@ -180,7 +180,7 @@ class World:
     async def served(self, port: int | None = None) -> AsyncIterator[str]:
         """The address of the admin port."""
         port = port or free_ports(1)[0]
-        observer = Observer(self.config, Metrics(), make_logger("critical"))
+        observer = Observer(self.config, self.metrics, make_logger("critical"))
         debug = Debug(self.dispatcher, Explainer(self.config), BytesPerToken(), observer, max_body_bytes=1 << 20)
         address = Address.parse(f"127.0.0.1:{port}")
         runner = await admin.start(address, self.metrics, lambda: (self.state["why"] is None, self.state), debug, self.live)
