@@ -22,7 +22,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in ours:
         item.add_marker(pytest.mark.timeout(UP_TIMEOUT_S + 100))
     # These end a system of their own: before the shared one is started, as two cores do not carry both.
-    first = ("test_up.py", "test_push.py", "test_lmcache.py", "test_preflight_nixl.py", "test_worker_command.py")
+    first = (
+        "test_up.py",
+        "test_push.py",
+        "test_lmcache.py",
+        "test_preflight_nixl.py",
+        "test_worker_command.py",
+        "test_topology_cpu.py",
+    )
     items.sort(key=lambda item: 1 + (first.index(item.path.name) if item.path.name in first else 9) if item in ours else 0)
 
 
