@@ -275,7 +275,7 @@ class Filter:
             if spent_s:
                 metrics.filter_phase_seconds.observe(spent_s, phase)
         metrics.filter_seconds.observe(sum(journey.own.spent_s))
-        if journey.computed and journey.job is not None:
+        if journey.computed and journey.job is not None and not journey.estimated:
             tokens = journey.job.tokens if record.tokens is None else record.tokens
             metrics.accounts.note_prompt(labels.model, labels.tenant, tokens, record.reported_cached_tokens)
         fields = {key: value for key, value in msgspec.structs.asdict(record).items() if value is not None}

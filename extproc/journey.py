@@ -144,6 +144,8 @@ class Journey:
         """As a label."""
         self.labels: Tags | None = None
         """How it was served; None until it was sent on or answered."""
+        self.estimated = False
+        """Whether the length of its prompt is accounted for when Envoy has told it."""
         self.answer_status: int | None = None
         """Of the decode worker, where it is known."""
         self.answer_headers: dict[str, str] = {}
@@ -238,8 +240,10 @@ class Journey:
         return self.record.outcome == "handoff" or (self.record.outcome == "whole" and not turned_down)
 
     def whole_to(self, decode: str) -> None:
-        """The prompt goes to a decode worker alone, which computes it."""
+        """What goes to a decode worker alone, which computes all of it."""
         tokens = 1 if self.job is None else self.job.tokens
+        if self.record.treatment is not None and self.record.treatment.apart:
+            self.estimated = self.parts.observer.access_log.estimate(self.observed.note, tokens)
         self.sent_to(decode, int(tokens * _ESTIMATE_SLACK), handoff=False)
 
     def sent_to(self, decode: str, tokens: int, *, handoff: bool) -> None:

@@ -37,6 +37,8 @@ class Note(msgspec.Struct, kw_only=True):
     key: str
     """Its name between the filter and Envoy; no client knows or chooses it."""
     tags: Tags = UNKNOWN
+    estimated_tokens: int | None = None
+    """Of a prompt whose length only an estimate tells, until the line does."""
     reported: bool = False
     """The line has come."""
 
@@ -49,12 +51,14 @@ class AccessLog:
         *,
         expected: bool,
         told: Callable[[Line, Note], None],
+        on_lost: Callable[[Note], None] = lambda _note: None,
         log: Logger,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``expected``: Envoy is configured to send lines, so that a missing one is a loss."""
+        """``expected``: Envoy is configured to send lines, so that a missing one is a loss: ``on_lost`` is told of it."""
         self.expected = expected
         self._told = told
+        self._on_lost = on_lost
         self._log = log
         self._clock = clock
         self._names = (f"{os.urandom(4).hex()}-{number}" for number in itertools.count())
@@ -78,6 +82,13 @@ class AccessLog:
         if self.expected and len(self._notes) < _MAX_NOTES:
             self._notes[note.key] = note
         return note
+
+    def estimate(self, note: Note, prompt_tokens: int) -> bool:
+        """Keep an estimate of its prompt, for whom the line is told, or its loss; False if no line is awaited."""
+        if note.key not in self._notes:
+            return False
+        note.estimated_tokens = prompt_tokens
+        return True
 
     def end(self, note: Note) -> None:
         """The filter has done with it: its line is due."""
@@ -139,7 +150,10 @@ class AccessLog:
         """Count what is overdue."""
         now_s, lost = self._clock(), 0
         while self._ended and self._ended[0][0] <= now_s:
-            lost += self._notes.pop(self._ended.popleft()[1], None) is not None
+            note = self._notes.pop(self._ended.popleft()[1], None)
+            if note is not None:
+                lost += 1
+                self._on_lost(note)
         if lost:
             self.lost += lost
             self._log.warning("access_log_lines_lost", lines=lost, connected=self.streams)
@@ -154,6 +168,7 @@ class AccessLog:
                 break
             await asyncio.sleep(0.05)
         self._closing.set()
+        self._log.info("access_log_closed", lines=self.received, lost=self.lost + len(self._notes) if self.expected else 0)
 
     def status(self) -> dict[str, Any]:
         """For `/healthz`: whether Envoy reports, and what is missing without it."""

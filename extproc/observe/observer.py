@@ -62,7 +62,9 @@ class Observer:
         self._clock = clock
         self._random = random.Random(seed)  # noqa: S311  # draws a sample
         self.times = Times(clock)
-        self.access_log = AccessLog(expected=config.envoy.access_log, told=self._on_line, log=log, clock=clock)
+        self.access_log = AccessLog(
+            expected=config.envoy.access_log, told=self._on_line, on_lost=self._on_lost, log=log, clock=clock
+        )
         self.watcher = (
             Watcher(config.watch_listen, max_streams=config.observe.max_streams, told=self._on_sighting, log=log)
             if config.watches
@@ -133,6 +135,8 @@ class Observer:
         labels = (kind.model, kind.policy, kind.mode)
         clients.log_lines.inc()
         clients.requests.inc(*labels, line.outcome)
+        if line.status < 400:
+            self._note_prompt(note, line.prompt_tokens)
         if line.completion_tokens is not None:
             self._metrics.accounts.note_completion(kind.model, note.tags.tenant, line.completion_tokens)
         if not line.streamed or line.ttft_s is None or line.status >= 400:
@@ -145,6 +149,15 @@ class Observer:
         if mean_itl_s is not None:
             clients.mean_itl_seconds.observe(mean_itl_s, *labels)
         self.times.answered(kind, ttft_s=line.ttft_s, generation_s=generation_s, mean_itl_s=mean_itl_s)
+
+    def _on_lost(self, note: Note) -> None:
+        self._note_prompt(note, None)
+
+    def _note_prompt(self, note: Note, prompt_tokens: int | None) -> None:
+        """Account for a prompt of which there was an estimate only."""
+        if note.estimated_tokens is not None:
+            tokens = note.estimated_tokens if prompt_tokens is None else prompt_tokens
+            self._metrics.accounts.note_prompt(note.tags.model, note.tags.tenant, tokens, None)
 
     def _on_sighting(self, seen: Sighting) -> None:
         observed = self._watched.pop(seen.key, None)
