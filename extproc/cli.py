@@ -56,6 +56,7 @@ def _root(
     "baton up --topology compose.yaml --profile sim --scale decode-sim=2"
 )
 def up(
+    ctx: typer.Context,
     prefill: Annotated[int, typer.Option(help="Prefill workers.")] = 1,
     decode: Annotated[int, typer.Option(help="Decode workers.")] = 1,
     model: Annotated[
@@ -84,6 +85,11 @@ def up(
         raise _fail("--profile and --scale go with --topology")
     if topology is not None:
         from extproc.topology_run import TopologyOptions, run_topology
+
+        for name in ("prefill", "decode", "model", "engine", "host", "port", "block_size", "max_model_len"):
+            source = ctx.get_parameter_source(name)
+            if source is not None and source.name == "COMMANDLINE":
+                raise _fail(f"--{name.replace('_', '-')} does not go with --topology: the file says it")
 
         try:
             counts = {name: int(count) for name, _, count in (text.partition("=") for text in scale or ())}

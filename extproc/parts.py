@@ -106,7 +106,7 @@ class Progress:
         if waiting and elapsed_s > self._timeout_s:
             late = waiting[0].child
             raise UpError(f"not ready after {self._timeout_s:g} s: {names}; the end of {late.log}:\n{late.tail()}")
-        if elapsed_s > self._next_heartbeat_s:
+        if waiting and elapsed_s > self._next_heartbeat_s:
             self._next_heartbeat_s += _HEARTBEAT_S
             self._say(f"{elapsed_s:.0f} s: waiting for {names}")
         return not waiting

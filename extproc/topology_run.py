@@ -70,7 +70,7 @@ class TopologyOptions:
 
     file: Path
     profiles: Sequence[str] = ()
-    """None: those of COMPOSE_PROFILES, in the environment or in .env."""
+    """Empty: those of COMPOSE_PROFILES, in the environment or in .env."""
     scale: Mapping[str, int] = field(default_factory=dict)
     """Service -> instances; one of each that is not named."""
     run_dir: Path | None = None

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
 from extproc import topology_run
+from extproc.cli import app
 from extproc.topology_run import TopologyOptions, run_topology
 
 FILE = """
@@ -52,6 +54,21 @@ def test_options_that_cannot_be_meant_are_refused_by_name(
 ) -> None:
     status, output = refusal(tmp_path, monkeypatch, **options)
     assert (status, output) == (2, f"baton up: {said}\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--topology", "compose.yaml", "--port", "9000"], "--port does not go with --topology"),
+        (["--topology", "compose.yaml", "--block-size", "64"], "--block-size does not go with --topology"),
+        (["--topology", "compose.yaml", "--scale", "decode-sim"], "--scale decode-sim: service=number is needed"),
+        (["--profile", "sim"], "--profile and --scale go with --topology"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(arguments: list[str], said: str) -> None:
+    done = CliRunner().invoke(app, ["up", *arguments])
+    assert done.exit_code == 1
+    assert said in done.stderr
 
 
 def test_a_file_that_is_not_there_is_an_error(tmp_path: Path) -> None:
