@@ -19,7 +19,9 @@ PROMPT = "The river under the bridge carries seven old ships. " * 200
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Topology]:
-    with topology(tmp_path_factory.mktemp("topology"), "--profile", "sim", "--scale", "decode-sim=2") as found:
+    with topology(
+        tmp_path_factory.mktemp("topology"), "--profile", "sim", "--scale", "decode-sim=2", env={"SIM_MODEL": "sim"}
+    ) as found:
         await found.until_up(90)
         yield found
         await asyncio.to_thread(found.child.stop)
