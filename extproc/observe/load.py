@@ -214,8 +214,8 @@ def _buckets(page: bytes) -> dict[str, dict[float, float]]:
         first = page.find(start)
         if first < 0:
             continue
-        # The lines of a family stand together: the rest of the page need not be searched.
-        end = page.find(b"\n", page.rfind(start) + 1)
+        # The lines of a family stand together, up to the next comment: the rest of the page need not be searched.
+        end = page.find(b"\n#", first)
         buckets: dict[float, float] = {}
         for le, written in _BUCKETS[start].findall(page, first, end if end >= 0 else len(page)):
             bound, samples = _bound(le), _number(written)

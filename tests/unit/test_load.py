@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import aiohttp
 import pytest
@@ -14,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.observe.load import LoadScraper, Scrape, Scraping, parse, restarted
+from extproc.observe.metrics import ITL_SECONDS, TTFT_SECONDS
 from workers.sim.local import running
 from workers.sim.options import SimOptions
 
@@ -67,6 +70,20 @@ SAID = Scrape(
 
 def test_a_page_says_what_it_says() -> None:
     assert parse(PAGE) == SAID
+
+
+def test_a_page_of_a_real_vllm_is_read() -> None:
+    """Recorded from a decode worker of vLLM 0.32 that had received one prompt of 429 tokens; its help texts are blanked out."""
+    scrape = parse((Path(__file__).parent.parent / "cases" / "metrics" / "vllm-0.32.txt").read_bytes())
+    assert scrape.model == "tiny"
+    assert scrape.sources == {"local_compute": 0, "local_cache_hit": 0, "external_kv_transfer": 429}
+    assert (scrape.transfer_count, scrape.ttft_count) == (1, 1)
+    assert scrape.itl_buckets is not None and scrape.ttft_buckets is not None
+    assert tuple(scrape.itl_buckets) == (*ITL_SECONDS, math.inf), "ours are its own, or its samples end up in wider ones"
+    assert tuple(scrape.ttft_buckets) == (*TTFT_SECONDS, math.inf)
+    assert scrape.itl_buckets[math.inf] == scrape.itl_count
+    missing = [field for field in Scrape.__struct_fields__ if field != "restarted" and getattr(scrape, field) is None]
+    assert not missing, f"vLLM has other names for {missing}"
 
 
 def test_engines_of_one_worker_are_summed_and_their_cache_use_is_the_mean() -> None:
