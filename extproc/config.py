@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -308,6 +309,32 @@ class Observe(_Section, frozen=True, kw_only=True):
     `host:port`."""
 
 
+class Tracing(_Section, frozen=True, kw_only=True):
+    """OpenTelemetry spans of each request, sent by OTLP. Off without an `endpoint`. See [observe](observe.md)."""
+
+    endpoint: str | None = None
+    """Collector: `http://host:port`, or `https://host:port` with `envoy: false`. null: no tracing, at no cost."""
+    protocol: Literal["grpc", "http"] = "grpc"
+    """OTLP over gRPC (port 4317 by custom), or over HTTP as protobuf (4318; the path is `/v1/traces` if none is given)."""
+    sample_ratio: float = 1.0
+    """Share of the requests that are traced, 0 to 1, where nobody before us has decided it."""
+    from_clients: Literal["continue", "ignore"] = "continue"
+    """A client's `traceparent`: `continue` its trace and its decision whether to sample, or `ignore` it and begin a new one."""
+    envoy: bool = True
+    """Have Envoy send its own spans to the same place (`baton envoy-config`)."""
+    service_name: str | None = None
+    """null: `OTEL_SERVICE_NAME`, or `baton`. Envoy's own is `baton-envoy`. More attributes: `OTEL_RESOURCE_ATTRIBUTES`."""
+    headers_file: str | None = None
+    """File with headers for the collector, such as a key, one `name: value` a line; null: `OTEL_EXPORTER_OTLP_HEADERS`.
+    Only with `envoy: false`: Envoy's configuration is no place for a secret."""
+    timeout_s: float = 5.0
+    """One export, repeats included."""
+    interval_s: float = 1.0
+    """Longest time that a span waits to be sent."""
+    max_queued_spans: int = 8192
+    """Spans that wait to be sent; more are dropped, and counted."""
+
+
 _WATCH_SOCKET = "watch.sock"
 _WATCH_PORT = 9004
 
@@ -318,6 +345,7 @@ _MAY_BE_ZERO = (
     ("drain", "delay_s"),
     ("observe", "sample"),
     ("prefill", "retries"),
+    ("tracing", "sample_ratio"),
 )
 
 
@@ -341,12 +369,19 @@ class Config(_Section, frozen=True, kw_only=True):
     limits: Limits = Limits()
     drain: Drain = Drain()
     observe: Observe = Observe()
+    tracing: Tracing = Tracing()
     envoy: Envoy = Envoy()
     policies: list[PolicyRule] = []
     """What holds for which requests. The first that matches is the one; without any, the defaults of a policy hold."""
     models: Models = Models()
     log_level: str = "info"
     """debug, info, warning or error; every request is one line at info."""
+    log_format: Literal["json", "text"] = "json"
+    """One JSON object a line, or text for people, coloured on a terminal."""
+    log_sample: float = 1.0
+    """Share of the requests that went well which get their line, 0 to 1. Failed, refused and slow ones always do."""
+    log_slow_s: float = 30.0
+    """From here on a request counts as slow: from its headers to the end of its answer."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot work, naming the field. Raises ConfigError."""
@@ -365,7 +400,7 @@ class Config(_Section, frozen=True, kw_only=True):
         for index, text in enumerate(self.cache_servers):
             if _address(f"cache_servers[{index}]", text).path:
                 raise ConfigError(f"cache_servers[{index}]: {text!r} is not host:port")
-        for section in ("prefill", "handoff", "health", "warm_up", "scrape", "limits", "drain", "observe", "envoy"):
+        for section in ("prefill", "handoff", "health", "warm_up", "scrape", "limits", "drain", "observe", "tracing", "envoy"):
             values: dict[str, Any] = msgspec.structs.asdict(getattr(self, section))
             for name, value in values.items():
                 if isinstance(value, int | float) and not isinstance(value, bool):
@@ -389,6 +424,11 @@ class Config(_Section, frozen=True, kw_only=True):
             raise ConfigError(
                 "limits.max_held_bytes: less than limits.max_body_bytes, so the largest body could never be served"
             )
+        _check_tracing(self.tracing)
+        if not 0 <= self.log_sample <= 1:
+            raise ConfigError(f"log_sample: {self.log_sample:g} is not 0 to 1")
+        if not 0 <= self.log_slow_s < 1e12:
+            raise ConfigError(f"log_slow_s: {self.log_slow_s:g} is not a number of seconds")
         if self.observe.sample > 1:
             raise ConfigError(f"observe.sample: {self.observe.sample:g} is over 1, which is every stream")
         if self.handoff.max_age_share > 1:
@@ -419,11 +459,63 @@ class Config(_Section, frozen=True, kw_only=True):
         return str(Address(host=address.host, port=_WATCH_PORT))
 
 
+class Collector(msgspec.Struct, frozen=True):
+    """Where spans go."""
+
+    host: str
+    """Without brackets."""
+    port: int
+    tls: bool
+    path: str
+    """Of OTLP over HTTP."""
+
+    @property
+    def authority(self) -> str:
+        """`host:port`."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+_COLLECTOR_PORTS = {"grpc": 4317, "http": 4318}
+
+
+def collector(endpoint: str, protocol: str) -> Collector:
+    """`"http://10.0.0.9:4317"` -> Collector. Raises ValueError."""
+    url = urlsplit(endpoint)
+    if url.scheme not in ("http", "https") or not url.hostname:
+        raise ValueError(f"{endpoint!r} is not http://host:port")
+    if url.username or url.password or url.query or url.fragment:
+        raise ValueError("only http://host:port/path; keys go into tracing.headers_file")
+    path = url.path.rstrip("/")
+    if path and protocol == "grpc":
+        raise ValueError(f"{endpoint!r}: gRPC has no path")
+    return Collector(url.hostname, url.port or _COLLECTOR_PORTS[protocol], url.scheme == "https", path or "/v1/traces")
+
+
 def _address(field: str, text: str) -> Address:
     try:
         return Address.parse(text)
     except ValueError as error:
         raise ConfigError(f"{field}: {error}") from error
+
+
+def _check_tracing(tracing: Tracing) -> None:
+    if tracing.sample_ratio > 1:
+        raise ConfigError(f"tracing.sample_ratio: {tracing.sample_ratio:g} is over 1, which is every request")
+    if tracing.endpoint is None:
+        return
+    try:
+        where = collector(tracing.endpoint, tracing.protocol)
+    except ValueError as error:
+        raise ConfigError(f"tracing.endpoint: {error}") from None
+    if tracing.envoy and where.tls:
+        raise ConfigError(
+            "tracing.endpoint: with https, Envoy's part has to be off (tracing.envoy: false), or goes to a collector nearby"
+        )
+    if tracing.envoy and tracing.headers_file is not None:
+        raise ConfigError(
+            "tracing.headers_file: needs tracing.envoy: false, as the headers are kept out of Envoy's configuration; "
+            "or send to a collector nearby, and let that add them"
+        )
 
 
 def _check_workers(workers: Workers) -> None:

@@ -308,6 +308,21 @@ class Metrics:
             bounds=_OWN_SECONDS,
             watch="the 99th percentile over 50 ms: too little CPU, or a fault of Baton",
         )
+        self.log_lines = make.tally(
+            "baton_log_lines",
+            "Log lines of requests: `logged`, `left_out` (`log_sample`); and lines of any kind `dropped`, because nobody read the "
+            "log fast enough",
+            ["outcome"],
+            known=(("logged",), ("left_out",), ("dropped",)),
+            watch="`dropped`",
+        )
+        self.trace_spans = make.tally(
+            "baton_trace_spans",
+            "Spans, where requests are traced: `exported`, `dropped` (the collector is too slow), `failed` (it did not take them)",
+            ["outcome"],
+            known=(("exported",), ("dropped",), ("failed",)),
+            watch="`dropped`, `failed`",
+        )
 
         make.topic("Warm-up")
         self.warm_ups = make.counter(
