@@ -20,7 +20,7 @@ from extproc.discovery.choose import sources
 from extproc.discovery.merge import Discovery
 from extproc.dispatcher import Dispatcher
 from extproc.observe.engines import Engines
-from extproc.observe.load import LoadScraper, Scrape
+from extproc.observe.load import LoadScraper, Scrape, restarted
 from extproc.observe.logs import Logger
 from extproc.observe.metrics import Metrics
 from extproc.observe.probe import Prober
@@ -122,7 +122,7 @@ class Fleet:
 
     def _on_probe(self, endpoint: Endpoint) -> None:
         if endpoint.live:
-            self._warm_up.came(endpoint.address)
+            self._warm_up.came(endpoint.address, again=endpoint.address in self._scrapes)
         else:
             self._warm_up.sync()
         self._dispatcher.stir()
@@ -134,11 +134,16 @@ class Fleet:
             return  # it went while it was asked
         self._metrics.scrapes.labels("ok").inc()
         self._engines.on_scrape(address, endpoint.roles, scrape, asked_s)
-        load = scrape.load(self._scrapes.get(address))
+        before = self._scrapes.get(address)
+        # The scraper forgets a worker that is away.
+        scrape.restarted |= before is not None and restarted(before, scrape)
+        load = scrape.load(before)
         if self._warm_up.took_transfer(address):
             load = msgspec.structs.replace(load, transfer_s=None, transfer_bytes=None)
         self._dispatcher.on_load(address, load)
         self._scrapes[address] = scrape
+        known = before is not None and None not in (before.process_start_s, scrape.process_start_s)
+        self._warm_up.reported(address, same=known and not scrape.restarted)
 
     async def _sweep(self) -> None:
         while True:

@@ -29,6 +29,8 @@ _TICK_S = 0.2
 _SHOWN = 20
 """Pairs that do not work, as `/healthz` shows them."""
 _RETRY_AFTER_S = 5.0
+_UNSURE_S = 5.0
+"""A worker that was away and does not report by then counts as a new engine."""
 _GROUPS = 1_000
 """Kinds of prompts of which is remembered whether they have to wait."""
 
@@ -73,6 +75,8 @@ class WarmUp:
         """Workers that are not warm, and since when."""
         self._unwarmed: set[str] = set()
         """Workers that were given up on."""
+        self._unsure: dict[str, float] = {}
+        """Workers that were away, and until when their next report is waited for."""
         self._waiting: dict[asyncio.Future[None], Job] = {}
         self._states: dict[_Group, tuple[bool, bool]] = {}
         self._transferred: set[str] = set()
@@ -98,16 +102,36 @@ class WarmUp:
 
     # -- what happens ------------------------------------------------------------------------------------------------------
 
-    def came(self, address: str) -> None:
-        """The worker is live, and was not before: perhaps it is another engine, so it is to meet the others anew."""
-        if self._settings.enabled:
-            self._pairs.part(address)
-            self._plan.renewed(address)
+    def came(self, address: str, *, again: bool) -> None:
+        """The worker is live, and was not before. ``again``: it may be the engine that was there; its next report tells."""
+        if not self._settings.enabled:
+            return
+        if again:
+            self._unsure[address] = self._clock() + _UNSURE_S
+        else:
+            self._renew(address)
+        self._seen = None
+        self.sync()
+
+    def reported(self, address: str, *, same: bool) -> None:
+        """``same``: the engine is surely the one of its last report."""
+        if address in self._unsure:
+            if same:
+                del self._unsure[address]
+            else:
+                self._renew(address)
             self._seen = None
             self.sync()
 
+    def _renew(self, address: str) -> None:
+        """Nobody has met it."""
+        self._unsure.pop(address, None)
+        self._pairs.part(address)
+        self._plan.renewed(address)
+
     def _forgotten(self, address: str) -> None:
         """The engine is another one, or gone."""
+        self._unsure.pop(address, None)
         self._plan.renewed(address)
         self._seen = None
         # Not at once: whoever found out may be in the middle of something.
@@ -117,6 +141,10 @@ class WarmUp:
         """Workers may have come or gone, or met: find out who is warm."""
         if not self._settings.enabled:
             return
+        now_s = self._clock()
+        for address in [address for address, until_s in self._unsure.items() if until_s <= now_s]:
+            self._renew(address)
+            self._seen = None
         seen = self._router.pool.version, self._pairs.changes
         if seen != self._seen:
             self._look()
@@ -141,7 +169,8 @@ class WarmUp:
         """Tell the pool who is warm."""
         changed = False
         for address, endpoint in self._live.items():
-            warming = address not in self._plan.warm and self._plan.has_partners(address)
+            warm = address in self._plan.warm and address not in self._unsure
+            warming = not warm and self._plan.has_partners(address)
             if not warming:
                 self._since_s.pop(address, None)
             elif address not in self._since_s:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,6 +25,9 @@ class Received:
     headers: dict[str, str]
     body: bytes
     reply: bytes | None = None
+    at_s: float = field(default_factory=time.monotonic)
+    answered_s: float = math.inf
+    """When the engine was done with it."""
 
     @property
     def proxied(self) -> bool:
@@ -77,6 +82,7 @@ class RecordingSim:
             received = Received(request.method, request.path_qs, headers, await request.read())
             self.all_received.append(received)
             response = await inner(request)
+            received.answered_s = time.monotonic()
             if isinstance(response, web.Response) and isinstance(response.body, bytes):
                 received.reply = response.body
             return response
