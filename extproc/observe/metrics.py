@@ -310,15 +310,15 @@ class Metrics:
         )
         self.log_lines = make.tally(
             "baton_log_lines",
-            "Log lines of requests: `logged`, `left_out` (`log_sample`); and lines of any kind `dropped`, because nobody read the "
-            "log fast enough",
+            "Log lines of requests: `logged`, `left_out` (`log_sample`); lines of any kind: `dropped`, as nobody read them "
+            "fast enough",
             ["outcome"],
             known=(("logged",), ("left_out",), ("dropped",)),
             watch="`dropped`",
         )
         self.trace_spans = make.tally(
             "baton_trace_spans",
-            "Spans, where requests are traced: `exported`, `dropped` (the collector is too slow), `failed` (it did not take them)",
+            "Spans of requests: `exported`, `dropped` (the collector is too slow), `failed` (it did not take them)",
             ["outcome"],
             known=(("exported",), ("dropped",), ("failed",)),
             watch="`dropped`, `failed`",
