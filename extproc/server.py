@@ -94,7 +94,7 @@ class Server:
             longest_request_s=_LONGEST_REQUEST_S,
         )
         recent = Recent()
-        live = Live(config, dispatcher, recent, self._status, times=self._observer.times.snapshot)
+        live = Live(config, dispatcher, recent, self._status, log=self._log, times=self._observer.times.snapshot)
         releaser = Releaser(config.handoff, live_decode_worker(router), self._metrics, self._log)
         meeting = Meeting(config, connector, releaser, pulse)
         warm_up = self._warm_up = WarmUp(

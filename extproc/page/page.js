@@ -598,7 +598,7 @@ const TERMS = ["queue_prefill", "prefill", "transfer", "handshake", "overhead", 
 
 function costTable(decision) {
   const used = TERMS.filter((name) => decision.candidates.some((each) => (each.terms_ms[name] ?? 0) >= 0.05));
-  const heads = ["prefill", "decode", ...used.map((name) => name.replaceAll("_", " ")), "cached", "cost"];
+  const heads = ["prefill worker", "decode worker", ...used.map((name) => name.replaceAll("_", " ")), "cached", "cost"];
   const head = make("tr", null, ...heads.map((name, index) => make("th", { scope: "col", class: index < 2 ? "name" : null }, name)),
     make("th", { scope: "col", class: "words" }, "why not"));
   const rows = decision.candidates.map((each) => make("tr", { class: each.why === null ? "won" : null },

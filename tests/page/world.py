@@ -99,6 +99,7 @@ class World:
             self.dispatcher,
             self.recent,
             lambda: (self.state["why"] is None and not self.state["draining"], self.state),
+            log=make_logger("error"),
             times=lambda: self.times,
         )
         self.dice = random.Random(7)

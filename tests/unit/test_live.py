@@ -7,6 +7,7 @@ import pytest
 
 from extproc import live_document as doc
 from extproc.live import Live
+from extproc.observe.logs import make_logger
 from extproc.routing.endpoint_spec import EndpointSet, EndpointSpec
 from extproc.routing.job import Mode
 from extproc.routing.load import Load
@@ -154,7 +155,15 @@ async def test_the_times_of_clients_are_shown_and_without_them_the_engines_own()
         "ttft": some,
         "itl": {**some, "p50_s": 0.021},
         "by": [
-            {"model": "m", "policy": "interactive", "mode": "disaggregate", "answers": answers, "ttft": some, "itl": None}
+            {
+                "source": "envoy access log",
+                "model": "m",
+                "policy": "interactive",
+                "mode": "disaggregate",
+                "answers": answers,
+                "ttft": some,
+                "itl": None,
+            }
             for answers in range(40)
         ],
     }
@@ -225,5 +234,7 @@ async def test_nothing_of_a_request_but_its_id_is_in_the_document() -> None:
 def test_a_filter_without_workers_says_so() -> None:
     world = World(specs=EndpointSet())
     world.state["why"] = "a role has no live worker"
-    found = Live(world.config, world.dispatcher, world.recent, lambda: (False, world.state)).document()
+    found = Live(
+        world.config, world.dispatcher, world.recent, lambda: (False, world.state), log=make_logger("error")
+    ).document()
     assert (found.filter.ready, found.filter.why, found.workers) == (False, "a role has no live worker", [])
