@@ -7,11 +7,17 @@ from collections.abc import Callable, Iterator, Mapping
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily, Metric
 
+from extproc.observe.access_log import Note
 from extproc.observe.instruments import Maker
+from extproc.observe.log_lines import Line
+from extproc.observe.promises import PARTS, VERDICTS
 from extproc.observe.quantiles import middle_of
 from extproc.observe.tags import Tags
 
 _LABELS = ("model", "policy", "mode")
+
+IN_FLIGHT = "baton_in_flight_requests"
+IN_FLIGHT_MEANING = "Requests open, by how they are served"
 
 TTFT_SECONDS = (
     *(0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
@@ -22,6 +28,7 @@ ITL_SECONDS = (
     *(0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0),
 )
 """45 ms is a bound."""
+RATIOS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0, 100.0)
 GENERATION_SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 45.0, 60.0, 120.0, 300.0, 600.0)
 
 
@@ -30,6 +37,7 @@ class ClientMetrics:
 
     def __init__(self, make: Maker) -> None:
         make.topic("What clients see")
+        make.describe(IN_FLIGHT, "gauge", _LABELS, IN_FLIGHT_MEANING)
         self.requests = make.tally(
             "baton_client_requests",
             "Requests in Envoy's eyes, when they are over. `outcome`: `ok`, `client_gone` (the client closed before the end), "
@@ -65,6 +73,30 @@ class ClientMetrics:
             bounds=ITL_SECONDS,
             watch="the 99th percentile: what the mean of an answer hides",
         )
+        self.slo_requests = make.tally(
+            "baton_client_slo_requests",
+            f"Prompts of policies with an SLO, when they are over: {VERDICTS}. Streamed answers alone can be `met`",
+            (*_LABELS, "slo"),
+            watch="the share of `met` is the goodput",
+        )
+        self.slo_seconds = make.gauge(
+            "baton_slo_seconds",
+            "The SLO of a policy. `kind`: `ttft`, `itl`. A client's header may change it",
+            ("policy", "kind"),
+        )
+        self.ttft_predicted_seconds = make.tally(
+            "baton_ttft_predicted_seconds",
+            "TTFT that decisions expected, of the answers in `baton_ttft_actual_to_predicted_ratio`. `part`: "
+            + ", ".join(f"`{part}` ({meaning})" for part, meaning in PARTS.items()),
+            ("mode", "part"),
+        )
+        self.ttft_actual_to_predicted = make.spread(
+            "baton_ttft_actual_to_predicted_ratio",
+            "TTFT that the client saw by the one that the decision expected; 1: the cost model is right",
+            ("mode",),
+            bounds=RATIOS,
+            watch="the median far from 1: the estimates of the workers' speed are wrong",
+        )
         self.watched = make.tally(
             "baton_watched_streams",
             "Streams that were drawn to be watched. `outcome`: `whole`, `cut` (the client left, or the worker broke off), "
@@ -82,6 +114,20 @@ class ClientMetrics:
         self.log_streams = make.gauge(
             "baton_access_log_streams", "Threads of Envoy that are connected to the access log service"
         )
+
+    def judge(self, line: Line, note: Note) -> None:
+        """Whether a prompt was served as promised."""
+        promise, tags = note.promise, note.tags
+        if promise is None:
+            return
+        verdict = promise.kept(line)
+        if verdict is not None:
+            self.slo_requests.inc(tags.model, tags.policy, tags.mode, verdict)
+        expected_s = sum(promise.expected_s)
+        if expected_s > 0 and line.streamed and line.ttft_s is not None and line.status < 400:
+            self.ttft_actual_to_predicted.observe(line.ttft_s / expected_s, tags.mode)
+            for part, seconds in zip(PARTS, promise.expected_s, strict=True):
+                self.ttft_predicted_seconds.inc(tags.mode, part, by=seconds)
 
     def add_gaps(self, tags: Tags, gaps: Mapping[int, int], total_s: float) -> None:
         """The times between the tokens of one answer, as counts in the buckets of :mod:`extproc.observe.quantiles`."""
@@ -102,7 +148,7 @@ class InFlight:
 
     def collect(self) -> Iterator[Metric]:
         """For the registry."""
-        family = GaugeMetricFamily("baton_in_flight_requests", "Requests open, by how they are served", labels=_LABELS)
+        family = GaugeMetricFamily(IN_FLIGHT, IN_FLIGHT_MEANING, labels=_LABELS)
         for tags, count in self._counts().items():
             family.add_metric((tags.model, tags.policy, tags.mode), count)
         yield family

@@ -200,7 +200,7 @@ class Maker:
         limit: int = _MOST_SERIES,
     ) -> Tally:
         """A cheap counter, for every request or for changing workers."""
-        self._note(f"{name}_total", "counter", labels, meaning, watch)
+        self.describe(f"{name}_total", "counter", labels, meaning, watch)
         return Tally(self._registry, name, meaning, labels, known=known, limit=limit)
 
     def spread(
@@ -214,14 +214,14 @@ class Maker:
         known: Iterable[tuple[str, ...]] = (),
     ) -> Spread:
         """A cheap histogram, for every request."""
-        self._note(name, "histogram", labels, meaning, watch)
+        self.describe(name, "histogram", labels, meaning, watch)
         return Spread(self._registry, name, meaning, labels, bounds=bounds, known=known)
 
     def counter(
         self, name: str, meaning: str, labels: Sequence[str] = (), *, watch: str = "", known: Iterable[str] = ()
     ) -> Counter:
         """A counter of the library, for what is rare. ``known`` values of its one label are shown from the start."""
-        self._note(f"{name}_total", "counter", labels, meaning, watch)
+        self.describe(f"{name}_total", "counter", labels, meaning, watch)
         counter = Counter(name, meaning, labels, registry=self._registry)
         for value in known:
             counter.labels(value)
@@ -229,13 +229,14 @@ class Maker:
 
     def gauge(self, name: str, meaning: str, labels: Sequence[str] = (), *, watch: str = "") -> Gauge:
         """A gauge of the library."""
-        self._note(name, "gauge", labels, meaning, watch)
+        self.describe(name, "gauge", labels, meaning, watch)
         return Gauge(name, meaning, labels, registry=self._registry)
 
     def histogram(self, name: str, meaning: str, labels: Sequence[str] = (), *, bounds: Sequence[float]) -> Histogram:
         """A histogram of the library, for what is rare."""
-        self._note(name, "histogram", labels, meaning, "")
+        self.describe(name, "histogram", labels, meaning, "")
         return Histogram(name, meaning, labels, buckets=tuple(bounds), registry=self._registry)
 
-    def _note(self, name: str, kind: str, labels: Sequence[str], meaning: str, watch: str) -> None:
+    def describe(self, name: str, kind: str, labels: Sequence[str], meaning: str, watch: str = "") -> None:
+        """List a metric, also one that somebody else registers."""
         self.entries.append(Entry(self._topic, name, kind, tuple(labels), meaning, watch))

@@ -153,7 +153,7 @@ class World:
         self.fleet._on_discovery(EndpointSet(*specs))
         for endpoint in self.pool.endpoints:
             self.pool.set_live(endpoint, True)
-            self.pool.set_models(endpoint, {model: b"{}" for model in models})
+            self.pool.set_models(endpoint, dict.fromkeys(models, b"{}"))
 
     async def ask(self, *, path: str = "/v1/completions", model: str = "m", **headers: str) -> None:
         head = {":method": "POST", ":path": path, "content-type": "application/json"}
