@@ -27,6 +27,7 @@ from extproc.observe.logs import Logger
 from extproc.observe.metrics import Metrics
 from extproc.observe.observer import Observer
 from extproc.observe.own_time import DECIDE, QUEUE, OwnTime
+from extproc.observe.promises import Promise
 from extproc.observe.tags import NONE, OTHER, Mode, Tags
 from extproc.paths import Treatment
 from extproc.prompt import BytesPerToken
@@ -193,6 +194,7 @@ class Journey:
         ``instead_of``: the error of a handoff that it was to have. Raises ApiError, OverError.
         """
         self.own.enter(DECIDE)
+        promise = self.observed.note.promise = Promise(job.aims.ttft_slo_s, job.aims.itl_slo_s)
         dispatcher = self.parts.dispatcher
         warm = self.parts.warm_up.admit(job)
         if warm is not None:
@@ -211,6 +213,8 @@ class Journey:
         dispatcher.note(ticket, self.record.request_id, instead_of)
         decision = ticket.decision
         assert decision is not None
+        if instead_of is None:
+            promise.expect(decision)
         if ticket.waiting is not None:
             self.own.add(QUEUE, self.parts.clock() - ticket.waiting.came_s - decision.queued_s)
         self.record.decode, self.record.policy = decision.decode, decision.policy

@@ -20,6 +20,7 @@ from envoy.service.accesslog.v3 import als_pb2
 
 from extproc.observe.log_lines import SERVICE, Line, lines
 from extproc.observe.logs import Logger
+from extproc.observe.promises import Promise
 from extproc.observe.tags import OTHER, UNKNOWN, Tags
 
 LATE_S: Final = 10.0
@@ -39,6 +40,8 @@ class Note(msgspec.Struct, kw_only=True):
     tags: Tags = UNKNOWN
     estimated_tokens: int | None = None
     """Of a prompt whose length only an estimate tells, until the line does."""
+    promise: Promise | None = None
+    """Of a prompt: what its policy and its decision promise."""
     reported: bool = False
     """The line has come."""
 

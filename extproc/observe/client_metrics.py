@@ -124,7 +124,8 @@ class ClientMetrics:
         if verdict is not None:
             self.slo_requests.inc(tags.model, tags.policy, tags.mode, verdict)
         expected_s = sum(promise.expected_s)
-        if expected_s > 0 and line.streamed and line.ttft_s is not None and line.status < 400:
+        as_decided = promise.mode == tags.mode  # not after a prefill that failed
+        if expected_s > 0 and as_decided and line.streamed and line.ttft_s is not None and line.status < 400:
             self.ttft_actual_to_predicted.observe(line.ttft_s / expected_s, tags.mode)
             for part, seconds in zip(PARTS, promise.expected_s, strict=True):
                 self.ttft_predicted_seconds.inc(tags.mode, part, by=seconds)

@@ -75,6 +75,10 @@ class Observer:
         self._due: deque[tuple[float, str]] = deque()
         self._recent: deque[dict[str, Any]] = deque(maxlen=_REMEMBERED)
         metrics.clients.log_streams.set_function(lambda: self.access_log.streams)
+        for rule in config.policies:
+            for slo, seconds in (("ttft", rule.slo.ttft_s), ("itl", rule.slo.itl_s)):
+                if seconds is not None:
+                    metrics.clients.slo_seconds.labels(rule.name, slo).set(seconds)
         InFlight(metrics.registry, lambda: self._in_flight)
 
     # -- a request ---------------------------------------------------------------------------------------------------------
@@ -135,6 +139,7 @@ class Observer:
         labels = (kind.model, kind.policy, kind.mode)
         clients.log_lines.inc()
         clients.requests.inc(*labels, line.outcome)
+        clients.judge(line, note)
         if line.status < 400:
             self._note_prompt(note, line.prompt_tokens)
         if line.completion_tokens is not None:

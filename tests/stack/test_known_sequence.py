@@ -212,6 +212,9 @@ async def test_every_counter_moves_by_what_happened_and_no_other(stack: SimStack
         **seen("none", "other", "default", refused=1),
         **seen("none", "-", "-", refused=2, ok=1),
         **seen("none", "-", "other", ok=1),
+        'baton_client_slo_requests_total{mode="none",model="m",policy="strict",slo="failed"}': 1,
+        'baton_ttft_actual_to_predicted_ratio_count{mode="disaggregate"}': handed_over,
+        'baton_ttft_actual_to_predicted_ratio_count{mode="aggregate"}': 3,  # not of the one whose prefill had failed
         "baton_access_log_lines_total": REQUESTS,
         # The filter's own time: one sample for each phase that a request came to.
         "baton_filter_seconds_count": REQUESTS,
@@ -245,7 +248,13 @@ async def test_every_counter_moves_by_what_happened_and_no_other(stack: SimStack
         'baton_engine_ttft_seconds_count{role="decode"}': ended.finished - began.finished,
     }
     moved = {name: after[name] - before.get(name, 0) for name in counters(after)}
-    unknown_yet = ("baton_scrapes", "baton_event_loop_lag", "baton_prefix_predicted", "baton_engine_transfer_")
+    unknown_yet = (
+        "baton_scrapes",
+        "baton_event_loop_lag",
+        "baton_prefix_predicted",
+        "baton_engine_transfer_",
+        "baton_ttft_predicted",
+    )
     found = {name: value for name, value in moved.items() if value and not name.startswith(unknown_yet)}
     assert found == {name: value for name, value in expected.items() if value}
 
