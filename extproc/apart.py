@@ -7,13 +7,12 @@ lasts.
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from functools import partial
 
 from extproc import wire
-from extproc.attempts import LAST_CHANCE_S, Ask, Prefilled, last_chance
+from extproc.attempts import LAST_CHANCE_S, Ask, Prefilled, last_chance, leg_id
 from extproc.config import BODY_HEADROOM_BYTES
 from extproc.errors import ApiError
 from extproc.handoff import Flow, Handoff, Pair
@@ -36,7 +35,7 @@ _STANDSTILL_S = 0.3
 
 async def serve(journey: Journey, ask: Ask, ticket: Ticket) -> None:
     """Hand ``ask`` over from one worker of its ticket to the other. Raises ApiError, RelayedError, OverError."""
-    journey.own.enter(PREFILL_CALL)
+    journey.enter(PREFILL_CALL)
     await _FLOWS[journey.parts.connector.flow](journey, ask, ticket)
 
 
@@ -87,7 +86,7 @@ async def _by_delegation(journey: Journey, ask: Ask, ticket: Ticket) -> None:
 def _pair(journey: Journey, ticket: Ticket) -> Pair:
     assert ticket.prefill is not None and ticket.decode is not None
     journey.record.prefill = ticket.prefill.address
-    return Pair(ticket.prefill.address, ticket.decode.address, uuid.uuid4().hex)
+    return Pair(ticket.prefill.address, ticket.decode.address, leg_id(journey.record.request_id))
 
 
 _FLOWS: dict[Flow, Callable[[Journey, Ask, Ticket], Awaitable[None]]] = {
@@ -101,13 +100,13 @@ async def _dispatch(
     journey: Journey, ask: Ask, handoff: Handoff, decode: Endpoint, prompt_token_ids: bytes | None = None
 ) -> None:
     """Let Envoy send the decode leg."""
-    journey.own.enter(REPLY)
+    journey.enter(REPLY)
     body = ask.request.decode_body(handoff.params, prompt_token_ids)
     if body is not None and len(body) > journey.parts.config.limits.max_body_bytes + BODY_HEADROOM_BYTES:
         # Envoy would find it too large. Token ids can take more room than the prompt, and are not needed.
         body = ask.request.decode_body(handoff.params)
     mutation = wire.Mutation(
-        set_headers={**handoff.headers, KV_TRANSFER_HEADER: handoff.header()},
+        set_headers={**handoff.headers, **journey.onward, KV_TRANSFER_HEADER: handoff.header()},
         body=body,
         destination=decode.address,
         tags=journey.marks("disaggregate"),

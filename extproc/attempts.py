@@ -6,10 +6,11 @@ What counts as a reason to try another worker is a table here; how one call is m
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -27,6 +28,9 @@ from extproc.routing.picker import NoEndpointError
 from extproc.routing.pool import Endpoint
 from extproc.routing.ticket import Ticket
 
+if TYPE_CHECKING:  # it imports the library, which is not even looked for where tracing is off
+    from extproc.observe.tracing import RequestTrace
+
 # Failures of one worker, which another may not share.
 _ANOTHER_MAY_DO = frozenset(("prefill_failed", "prefill_unreachable", "prefill_timeout", "handoff_invalid"))
 
@@ -37,6 +41,10 @@ of one that is not read stay pinned until their lease ends."""
 
 
 _TURNS_OF_A_REPLY = 8
+
+_ID_CHARS = 64
+_NOT_PLAIN = re.compile(r"[^A-Za-z0-9._-]")
+"""The engines' own messages separate ids by colons and the like."""
 
 
 class Ask(msgspec.Struct, frozen=True):
@@ -59,6 +67,8 @@ class Ask(msgspec.Struct, frozen=True):
     """Bytes of text in the prompt, to learn from how many of them make a token."""
     own: OwnTime = msgspec.field(default_factory=OwnTime)
     """Gets the time that the call costs this process."""
+    trace: RequestTrace | None = None
+    """Gets a span for each call."""
 
 
 class Prefilled(msgspec.Struct, frozen=True):
@@ -117,8 +127,7 @@ class Prefiller:
                 self._metrics.fallbacks.labels("retry").inc()
             on_pick(endpoint)
             try:
-                # The engine makes its own id of this one, so it must be unique, however often we try.
-                return await self.attempt(ask, ticket, Pair(endpoint.address, ask.decode, uuid.uuid4().hex))
+                return await self.attempt(ask, ticket, Pair(endpoint.address, ask.decode, leg_id(ask.request_id)))
             except ApiError as error:
                 self._log.warning(
                     "prefill_failed",
@@ -137,33 +146,41 @@ class Prefiller:
         started = self._clock()
         self.in_flight += 1
         outcome = "cancelled"
+        code: str | None = None
         blame = False
+        handoff: Handoff | None = None
+        span, context = (None, "") if ask.trace is None else ask.trace.prefill(pair.prefill, pair.request_id)
         try:
-            prefilled = await self._call(ask, pair)
+            prefilled = await self._call(ask, pair, context)
             outcome = "ok"
             handoff = prefilled.handoff
             self._dispatcher.prefilled(
                 ticket, tokens=handoff.tokens, cached_tokens=handoff.cached_tokens, engine_id=handoff.engine_id
             )
             return prefilled
-        except RelayedError:
-            outcome = "refused"
+        except RelayedError as error:
+            outcome, code = "refused", str(error.status)
             raise
         except ApiError as error:
-            outcome, blame = "failed", error.code in _ANOTHER_MAY_DO
+            outcome, code, blame = "failed", error.code, error.code in _ANOTHER_MAY_DO
             raise
         finally:
+            if ask.trace is not None and span is not None:
+                tokens, cached_tokens = (None, None) if handoff is None else (handoff.tokens, handoff.cached_tokens)
+                ask.trace.prefilled(span, code, outcome=outcome, prompt_tokens=tokens, cached_tokens=cached_tokens)
             if outcome != "ok":
                 self._dispatcher.prefill_failed(ticket, blame=blame)
             self.in_flight -= 1
             self._metrics.prefill_seconds.observe(self._clock() - started, outcome)
 
-    async def _call(self, ask: Ask, pair: Pair) -> Prefilled:
+    async def _call(self, ask: Ask, pair: Pair, context: str) -> Prefilled:
         sent_s = self._clock()
         left_s = ask.deadline_s - sent_s
         if left_s <= 0:
             raise ApiError("prefill_timeout", "the deadline of the request has passed")
         headers = {**ask.headers, "x-request-id": pair.request_id}
+        if context:
+            headers["traceparent"] = context
         tokenise_once = self._settings.tokenise_once
         body = ask.request.prefill_body(self._connector.prefill_params(pair), return_token_ids=tokenise_once)
         timeout_s = min(left_s, self._settings.attempt_timeout_s or left_s)
@@ -175,6 +192,15 @@ class Prefiller:
             raise ApiError("handoff_invalid", f"the prefill worker's answer cannot be handed over: {error}") from None
         token_ids = token_ids_of(reply, ask.request.treatment) if tokenise_once else None
         return Prefilled(handoff, since_s, token_ids)
+
+
+def leg_id(request_id: str) -> str:
+    """The ``x-request-id`` of one prefill call, of which the engine makes its own id.
+
+    Unique, however often we try and whatever a client sends; it begins with the request's, by which the logs are joined.
+    """
+    plain = _NOT_PLAIN.sub("_", request_id[:_ID_CHARS])
+    return f"{plain}-{uuid.uuid4().hex}"
 
 
 async def last_chance(task: asyncio.Future[Any]) -> None:

@@ -131,13 +131,17 @@ def up(
 def serve(config: ConfigOption = Path("baton.yaml")) -> None:
     """Run the ext_proc filter until SIGTERM, then drain."""
     from extproc import server
-    from extproc.observe.logs import make_logger
+    from extproc.observe.logs import make_logger, make_writer
 
     settings = _load(config)
+    writer = make_writer(sys.stderr.fileno(), settings.log_format, colour=sys.stderr.isatty())
     try:
-        server.run(settings, make_logger(settings.log_level))
+        server.run(settings, make_logger(settings.log_level, log_format=settings.log_format, sink=writer), writer)
     except (OSError, ConfigError) as error:
+        writer.close()
         raise _fail(str(error)) from None
+    finally:
+        writer.close()
 
 
 @app.command(epilog="Example:  baton check --config baton.yaml")

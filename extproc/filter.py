@@ -21,11 +21,12 @@ from __future__ import annotations
 
 import asyncio
 import math
+import random
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -38,6 +39,8 @@ from extproc.inference import InferenceRequest, parse
 from extproc.journey import Journey, OverError, Parts, Phase, ProtocolError
 from extproc.observe.own_time import ANSWER, PARSE, PHASES, REPLY
 from extproc.observe.reasons import reason_of
+from extproc.observe.request_span import finish
+from extproc.observe.shown import shown
 from extproc.paths import Treatment, treatment
 from extproc.policy import override_headers
 
@@ -52,6 +55,13 @@ _AGGREGATE_AFTER = frozenset(
 _DEADLINE_HEADERS = ("x-request-timeout-ms", "x-envoy-upstream-rq-timeout-ms", "x-envoy-expected-rq-timeout-ms")
 """How long the client will wait; the first that is there counts. Envoy strips its own ones from what comes from outside."""
 
+
+_WENT_WELL = frozenset(("handoff", "whole", "models"))
+
+_ID_CHARS: Final = 128
+_METHOD_CHARS: Final = 16
+_PATH_CHARS: Final = 128
+"""What a log line shows of what a client chose."""
 
 _HASHED_AT_ONCE_BYTES = 512 << 10
 """The chain of a larger prompt is made in a thread."""
@@ -116,9 +126,12 @@ class Filter:
         parts, stream, record = self._parts, journey.stream, journey.record
         head = await journey.expect(Phase.HEADERS, wire.RequestHeaders)
         headers = head.headers
-        record.request_id = headers.get("x-request-id") or uuid.uuid4().hex
+        record.request_id = shown(headers.get("x-request-id", ""), _ID_CHARS) or uuid.uuid4().hex
         record.method = headers.get(":method", "")
         record.path = headers.get(":path", "").partition("?")[0]
+        if parts.tracing is not None:
+            journey.trace, unsampled = parts.tracing.begin(headers, stream.called_with("traceparent"))
+            journey.onward["traceparent"] = unsampled if journey.trace is None else journey.trace.decode_context
         record.treatment = how = treatment(record.method, headers.get(":path", "/"))
         limits = parts.config.limits
         if self.open_streams > limits.max_streams:
@@ -141,12 +154,14 @@ class Filter:
             decode = journey.place_other()
             record.outcome = "whole"
             tags = journey.marks("none")
-            change = wire.Mutation(remove_headers=forbidden, destination=decode.address, tags=tags)
+            change = wire.Mutation(
+                set_headers=journey.onward, remove_headers=forbidden, destination=decode.address, tags=tags
+            )
             await stream.send(wire.headers_reply(change))
         else:
             change = wire.Mutation(remove_headers=forbidden, watch_answer=how.apart, tags=journey.marks("none"))
             await stream.send(wire.headers_reply(change))
-            journey.own.enter(PARSE)
+            journey.enter(PARSE)
             body = (await journey.expect(Phase.BODY, wire.RequestBody)).body
             record.body_bytes = len(body)
             if len(body) > limits.max_body_bytes:
@@ -155,7 +170,7 @@ class Filter:
                 raise ApiError("too_many_requests", f"bodies of {self.held_bytes} bytes are held already")
             with self._holding(len(body)):
                 await self._serve_body(journey, headers, body)
-        journey.own.enter(ANSWER)
+        journey.enter(ANSWER)
         await journey.to_the_end()
 
     @contextmanager
@@ -180,7 +195,8 @@ class Filter:
             record.outcome = "whole"
             clean = request.clean_body() if request else None
             tags = journey.marks("none")
-            await stream.send(wire.body_reply(wire.Mutation(body=clean, destination=decode.address, tags=tags)))
+            change = wire.Mutation(set_headers=journey.onward, body=clean, destination=decode.address, tags=tags)
+            await stream.send(wire.body_reply(change))
 
     async def _serve_prompt(self, journey: Journey, headers: dict[str, str], request: InferenceRequest) -> None:
         """Send the prompt to its workers, with a handoff where that is worth it and nothing is against it."""
@@ -223,7 +239,7 @@ class Filter:
             ask = Ask(
                 request=request,
                 path=record.path,
-                headers={name: headers[name] for name in _FORWARDED if name in headers},
+                headers={**{name: headers[name] for name in _FORWARDED if name in headers}, **journey.onward},
                 model=job.model or "",
                 decode=decode.address,
                 request_id=record.request_id,
@@ -231,6 +247,7 @@ class Filter:
                 retries=asked.retries,
                 text_bytes=asked.prompt.text_bytes,
                 own=journey.own,
+                trace=journey.trace,
             )
             try:
                 await apart.serve(journey, ask, ticket)
@@ -242,13 +259,18 @@ class Filter:
                 parts.metrics.fallbacks.labels("aggregate").inc()
                 record.whole_reason = error.code
                 decode = apart.still_live(journey, ticket)
-        journey.own.enter(REPLY)
+        journey.enter(REPLY)
         record.whole_reason = record.whole_reason or reason_of(ticket.decision)
         parts.metrics.whole.inc(record.whole_reason)
         journey.whole_to(decode.address)
         parts.recent.whole()
         record.outcome = "whole"
-        change = wire.Mutation(body=request.clean_body(), destination=decode.address, tags=journey.marks("aggregate"))
+        change = wire.Mutation(
+            set_headers=journey.onward,
+            body=request.clean_body(),
+            destination=decode.address,
+            tags=journey.marks("aggregate"),
+        )
         await journey.stream.send(wire.body_reply(change))
 
     def _timeout_s(self, headers: dict[str, str]) -> float:
@@ -278,8 +300,26 @@ class Filter:
         if journey.computed and journey.job is not None and not journey.estimated:
             tokens = journey.job.tokens if record.tokens is None else record.tokens
             metrics.accounts.note_prompt(labels.model, labels.tenant, tokens, record.reported_cached_tokens)
+        if journey.trace is not None:
+            finish(journey.trace, journey)
+        self._log_line(journey, how, seconds)
+
+    def _log_line(self, journey: Journey, how: str, seconds: float) -> None:
+        """The request's line, unless it went well and is not drawn."""
+        record, config = journey.record, self._parts.config
+        failed = record.outcome not in _WENT_WELL or (journey.answer_status or 0) >= 400
+        unusual = failed or seconds >= config.log_slow_s
+        if not unusual and config.log_sample < 1 and random.random() >= config.log_sample:  # noqa: S311  # draws a sample
+            self._parts.metrics.log_lines.inc("left_out")
+            return
+        self._parts.metrics.log_lines.inc("logged")
         fields = {key: value for key, value in msgspec.structs.asdict(record).items() if value is not None}
         fields["treatment"] = how
+        fields["method"], fields["path"] = shown(record.method, _METHOD_CHARS), shown(record.path, _PATH_CHARS)
+        if journey.answer_status is not None:
+            fields["answer_status"] = journey.answer_status
+        if journey.trace is not None:
+            fields["trace_id"] = journey.trace.trace_id
         self._parts.log.info("request", **fields, total_ms=round(seconds * 1e3, 1))
 
 

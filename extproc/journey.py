@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Callable
 from contextlib import ExitStack
 from enum import Enum
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -38,6 +38,9 @@ from extproc.routing.pool import Endpoint, Pool
 from extproc.routing.prefix import Chain
 from extproc.routing.ticket import Ticket
 from extproc.warm_up import WarmUp
+
+if TYPE_CHECKING:  # it imports the library, which is not even looked for where tracing is off
+    from extproc.observe.tracing import RequestTrace, Tracing
 
 T = TypeVar("T")
 
@@ -120,6 +123,7 @@ class Parts(msgspec.Struct, frozen=True):
     log: Logger
     recent: Recent = msgspec.field(default_factory=Recent)
     """What the live page shows of the last seconds."""
+    tracing: Tracing | None = None
     clock: Callable[[], float] = time.monotonic
     loose_ends: set[asyncio.Task[None]] = msgspec.field(default_factory=set)
     """Tasks that outlive their request, to which nothing else refers."""
@@ -141,6 +145,10 @@ class Journey:
         self.on_answer: Callable[[wire.ResponseHeaders], None] | None = None
         """Told the start of the answer, where Envoy was asked to show it."""
         self.own = OwnTime()
+        self.trace: RequestTrace | None = None
+        """Where the request is traced."""
+        self.onward: dict[str, str] = {}
+        """Headers of tracing that the request carries to its workers; none where tracing is off."""
         self.tenant = NONE
         """As a label."""
         self.labels: Tags | None = None
@@ -151,6 +159,12 @@ class Journey:
         """Of the decode worker, where it is known."""
         self.answer_headers: dict[str, str] = {}
         """What the answer gets beside the worker's own headers."""
+
+    def enter(self, phase: int) -> None:
+        """A phase of :mod:`extproc.observe.own_time` begins."""
+        self.own.enter(phase)
+        if self.trace is not None:
+            self.trace.enter(phase)
 
     async def expect(self, phase: Phase, wanted: type[T]) -> T:
         """The one event that carries the request on. Raises OverError, ProtocolError."""
@@ -193,7 +207,7 @@ class Journey:
 
         ``instead_of``: the error of a handoff that it was to have. Raises ApiError, OverError.
         """
-        self.own.enter(DECIDE)
+        self.enter(DECIDE)
         promise = self.observed.note.promise = Promise(job.aims.ttft_slo_s, job.aims.itl_slo_s)
         dispatcher = self.parts.dispatcher
         warm = self.parts.warm_up.admit(job)
@@ -207,7 +221,7 @@ class Journey:
         ticket = self.ticket = dispatcher.submit(job)
         self.held.callback(dispatcher.finish, ticket)
         settled = dispatcher.settled(ticket)
-        self.own.enter(QUEUE)
+        self.enter(QUEUE)
         if settled is not None and await self.over_within(settled):
             raise OverError(await self.receive(Phase.QUEUE))
         dispatcher.note(ticket, self.record.request_id, instead_of)
@@ -219,6 +233,8 @@ class Journey:
             self.own.add(QUEUE, self.parts.clock() - ticket.waiting.came_s - decision.queued_s)
         self.record.decode, self.record.policy = decision.decode, decision.policy
         self.record.cached_tokens = decision.cached_tokens
+        if self.trace is not None:
+            self.trace.decision = decision
         if ticket.waiting is not None:
             self.record.queued_ms = round(decision.queued_s * 1e3, 1)
         self.on_answer = self.answered
@@ -270,6 +286,8 @@ class Journey:
             return
         chosen = ticket.decode.address
         self.answer_status = answer.status
+        if self.trace is not None:
+            self.trace.answered(answer.status)
         self.parts.recent.answered(answer.status)
         if answer.served is not None and answer.served != chosen:
             self.parts.metrics.served_elsewhere.inc()

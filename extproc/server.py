@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import signal
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from extproc import __version__, admin, wire
 from extproc.attempts import Prefiller
-from extproc.config import Address, Config
+from extproc.config import Address, Config, ConfigError
 from extproc.debug import Debug
 from extproc.discovery.source import SourceError
 from extproc.dispatcher import Dispatcher, live_decode_worker
@@ -25,7 +26,8 @@ from extproc.kv import routing_of
 from extproc.live import Live
 from extproc.observe.cache_servers import CacheServers
 from extproc.observe.engines import Engines
-from extproc.observe.logs import Logger
+from extproc.observe.log_writer import LogWriter
+from extproc.observe.logs import Logger, take_over
 from extproc.observe.metrics import Metrics
 from extproc.observe.observer import Observer
 from extproc.observe.pulse import Pulse
@@ -38,6 +40,9 @@ from extproc.routing.pool import Pool
 from extproc.routing.router import Router
 from extproc.warm_call import Meeting
 from extproc.warm_up import WarmUp
+
+if TYPE_CHECKING:  # it imports the library, which is not even looked for where tracing is off
+    from extproc.observe.tracing import Tracing
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -61,10 +66,13 @@ _SPARE_STREAMS = 1_000
 class Server:
     """One filter process."""
 
-    def __init__(self, config: Config, log: Logger) -> None:
+    def __init__(self, config: Config, log: Logger, writer: LogWriter | None = None) -> None:
+        """``writer``: what ``log`` writes to, to count the lines that it must drop."""
         self._config = config
         self._log = log
         self._metrics = Metrics()
+        if writer is not None:
+            writer.on_drop = lambda: self._metrics.log_lines.inc("dropped")
         self._pool = Pool(EndpointSet())
         self._cache_servers = CacheServers(config.cache_servers, self._metrics, log)
         self._health = health.aio.HealthServicer()
@@ -113,6 +121,7 @@ class Server:
         except SourceError as error:
             raise OSError(str(error)) from error
         self._expose_routing(router)
+        tracing = self._open_tracing()
         async with PrefillClient(config.prefill) as client, releaser, meeting:
             prefiller = Prefiller(
                 client=client,
@@ -139,6 +148,7 @@ class Server:
                     observer=self._observer,
                     log=self._log,
                     recent=recent,
+                    tracing=tracing,
                 )
             )
             self._metrics.streams.set_function(lambda: filter_.open_streams)
@@ -164,7 +174,21 @@ class Server:
                 await asyncio.gather(*background, return_exceptions=True)
                 await runner.cleanup()
                 await server.stop(None)
+                if tracing is not None:
+                    await tracing.close(self._log)
         self._log.info("stopped")
+
+    def _open_tracing(self) -> Tracing | None:
+        """None: it is off. Raises ConfigError, OSError."""
+        settings = self._config.tracing
+        if settings.endpoint is None:
+            return None
+        try:
+            from extproc.observe.tracing import open_tracing
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"tracing.endpoint: no module {error.name}: pip install 'kv-baton[tracing]'") from None
+        metrics = self._metrics
+        return open_tracing(settings, count=lambda outcome, spans: metrics.trace_spans.inc(outcome, by=spans), log=self._log)
 
     async def _until_stopped(self, background: list[asyncio.Task[None]]) -> None:
         """Wait for SIGTERM. Raises what a background task died of: without its eyes the filter must not go on."""
@@ -274,11 +298,15 @@ class Server:
             self._log.warning("drain_cut_short", cut_streams=filter_.open_streams)
 
 
-def run(config: Config, log: Logger) -> None:
-    """Serve until told to stop, on uvloop. Raises OSError if an address cannot be used."""
+def run(config: Config, log: Logger, writer: LogWriter | None = None) -> None:
+    """Serve until told to stop, on uvloop. Raises OSError if an address cannot be used, ConfigError.
+
+    ``writer``: what ``log`` writes to.
+    """
     import uvloop
 
     async def main() -> None:
-        await Server(config, log).run()
+        await Server(config, log, writer).run()
 
+    take_over(log)
     uvloop.run(main())

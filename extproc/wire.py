@@ -266,6 +266,13 @@ class Stream:
         self._context = context
         self._read: asyncio.Task[Any] | None = None
 
+    def called_with(self, name: str) -> str | None:
+        """A header of Envoy's call to us, which no client can set."""
+        for key, value in self._context.invocation_metadata() or ():
+            if key == name:
+                return value if isinstance(value, str) else None
+        return None
+
     async def stirs(self) -> None:
         """Wait until there is something to receive, and leave it there. Whoever stops waiting loses nothing."""
         if self._read is None:
