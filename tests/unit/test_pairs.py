@@ -76,3 +76,26 @@ def test_of_very_many_pairs_the_ones_not_used_for_longest_are_forgotten(monkeypa
     pairs.succeeded("p", "d0")
     pairs.succeeded("p", "d3")
     assert [pairs.handshake_s("p", f"d{number}") for number in range(4)] == [0.0, 0.5, 0.0, 0.0]
+
+
+def test_who_has_met_whom_is_known_from_both_sides() -> None:
+    pairs = Pairs(handshake_s=0.5)
+    told: list[str] = []
+    pairs.on_forget = told.append
+    for prefill, decode in (("p0", "d0"), ("p0", "d1"), ("p1", "d0")):
+        pairs.succeeded(prefill, decode)
+    assert (pairs.decodes_of("p0"), pairs.prefills_of("d0")) == ({"d0", "d1"}, {"p0", "p1"})
+    before = pairs.changes
+    pairs.succeeded("p0", "d0")
+    assert pairs.changes == before, "that was known"
+    pairs.failed("p0", "d1", 0.0)
+    assert (pairs.decodes_of("p0"), pairs.prefills_of("d1")) == ({"d0"}, set())
+    pairs.transferred("p0", "d0", 1e6, 0.001, TransferRate(10e9))
+    pairs.part("d0")
+    assert (pairs.met("p0", "d0"), pairs.met("p1", "d0"), pairs.decodes_of("p1")) == (False, False, set())
+    assert pairs.transfer_rate("p0", "d0") is not None, "the network is the same"
+    pairs.succeeded("p0", "d0")
+    pairs.forget("d0")
+    assert (pairs.met("p0", "d0"), pairs.decodes_of("p0"), pairs.transfer_rate("p0", "d0")) == (False, set(), None)
+    assert told == ["d0"]
+    assert pairs.changes > before
