@@ -154,9 +154,7 @@ class Filter:
             decode = journey.place_other()
             record.outcome = "whole"
             tags = journey.marks("none")
-            change = wire.Mutation(
-                set_headers=journey.onward, remove_headers=forbidden, destination=decode.address, tags=tags
-            )
+            change = wire.Mutation(set_headers=journey.onward, remove_headers=forbidden, destination=decode.address, tags=tags)
             await stream.send(wire.headers_reply(change))
         else:
             change = wire.Mutation(remove_headers=forbidden, watch_answer=how.apart, tags=journey.marks("none"))

@@ -78,6 +78,8 @@ class RequestTrace:
         self._phase: Span | None = None
         # Its id goes to the decode worker before it begins.
         self._decode = Span(_SPANS[ANSWER], 0, SpanKind.CLIENT)
+        self._decide: Span | None = None
+        """The last, if there was more than one."""
         self.decision: Decision | None = None
         """Once it is placed."""
 
@@ -102,6 +104,8 @@ class RequestTrace:
             span = self._phase = self._decode if phase == ANSWER else Span(name, now_ns)
             span.start_ns = now_ns
             self._spans.append(span)
+            if phase == DECIDE:
+                self._decide = span
 
     def answered(self, status: int) -> None:
         """The decode worker's answer begins."""
@@ -136,7 +140,7 @@ class RequestTrace:
             span.end_ns = span.end_ns or now_ns
             if span.name == _SPANS[QUEUE] and not queued:
                 continue
-            if span.name == _SPANS[DECIDE] and self.decision is not None:
+            if span is self._decide and self.decision is not None:
                 span.attributes = _of_decision(self.decision)
             elif span is self._decode and "baton.decode" in root.attributes:
                 span.attributes["server.address"] = root.attributes["baton.decode"]
