@@ -22,6 +22,7 @@ from envoy_data_plane.envoy.config.listener import v3 as listener
 from envoy_data_plane.envoy.config.metrics import v3 as metrics
 from envoy_data_plane.envoy.config.overload import v3 as overload
 from envoy_data_plane.envoy.config.route import v3 as route
+from envoy_data_plane.envoy.config.trace import v3 as tracers
 from envoy_data_plane.envoy.extensions.access_loggers.filters.cel import v3 as cel
 from envoy_data_plane.envoy.extensions.access_loggers.grpc import v3 as grpc_log
 from envoy_data_plane.envoy.extensions.access_loggers.stats import v3 as stats
@@ -42,6 +43,7 @@ from envoy_data_plane.envoy.extensions.load_balancing_policies.round_robin impor
 from envoy_data_plane.envoy.extensions.load_balancing_policies.subset import v3 as subset
 from envoy_data_plane.envoy.extensions.matching.common_inputs.network import v3 as inputs
 from envoy_data_plane.envoy.extensions.matching.input_matchers.metadata import v3 as input_matchers
+from envoy_data_plane.envoy.extensions.request_id.uuid import v3 as request_id
 from envoy_data_plane.envoy.extensions.resource_monitors.downstream_connections import v3 as downstream_connections
 from envoy_data_plane.envoy.extensions.upstreams.http import v3 as upstreams
 from envoy_data_plane.envoy.type import v3 as types
@@ -53,7 +55,7 @@ from envoy_data_plane.xds.core import v3 as xds_core
 from envoy_data_plane.xds.type.matcher import v3 as xds_matcher
 
 from extproc import filter_down
-from extproc.config import BODY_HEADROOM_BYTES, Address, Config, ConfigError, Envoy, Prefill, Workers
+from extproc.config import BODY_HEADROOM_BYTES, Address, Config, ConfigError, Envoy, Prefill, Tracing, Workers, collector
 from extproc.filter_down import OPEN_HEADER
 from extproc.headers import (
     DESTINATION_HEADER,
@@ -86,6 +88,7 @@ DECODE_CLUSTER = "decode"
 PREFILL_CLUSTER = "prefill"
 EXTPROC_CLUSTER = "extproc"
 WATCH_CLUSTER = "watch"
+COLLECTOR_CLUSTER = "collector"
 STATS_PREFIX = "baton"
 """What the names of our own statistics in Envoy begin with."""
 ANY_DECODE_CLUSTER = "any_decode"
@@ -105,6 +108,8 @@ _EXTPROC_SLACK_S = 30.0
 # instructions, about one a character, so these are prefixes: of DESTINATION_HEADER, KV_TRANSFER_HEADER, PREFILLER_HEADER and
 # `x-baton-decision`.
 _MUTABLE_HEADERS = "content-(length|type)|retry-after|x-(request-id|gateway-d.*|kv-t.*|prefiller-h.*|baton-.*)"
+_MUTABLE_TRACE = "|tracep.*"
+_TRACE_HEADERS = ("traceparent", "tracestate")
 _SOCKET_MODE = 0o660
 # How old the newest numbers are; a batch of a second would be a fifth smaller in bytes and no cheaper to read.
 _LOG_FLUSH = timedelta(seconds=0.5)
@@ -172,6 +177,8 @@ def build(config: Config) -> bootstrap.Bootstrap:
     clusters.append(_extproc(config))
     if config.watches:
         clusters.append(_watch_cluster(config))
+    if _traces(config):
+        clusters.append(_collector(config.tracing))
     return bootstrap.Bootstrap(
         node=core.Node(id="baton", cluster="baton"),
         admin=bootstrap.Admin(address=_listen_address("envoy.admin", Address.parse(config.envoy.admin), loopback_only=True)),
@@ -190,7 +197,7 @@ def _front(config: Config) -> listener.Listener:
         stat_prefix="front",
         codec_type=hcm.HttpConnectionManagerCodecType.AUTO,
         access_log=[
-            _access_log(),
+            _access_log(traced=_traces(config)),
             *(_stats_logs(tokens=_counts_tokens(config.envoy)) if config.envoy.stats else []),
             *([_log_service()] if config.envoy.access_log else []),
         ],
@@ -198,6 +205,8 @@ def _front(config: Config) -> listener.Listener:
         generate_request_id=True,
         preserve_external_request_id=True,
         always_set_request_id_in_response=True,
+        request_id_extension=_request_id() if _traces(config) else None,
+        tracing=_tracing(config.tracing) if _traces(config) else None,
         normalize_path=True,
         merge_slashes=True,
         path_with_escaped_slashes_action=hcm.HttpConnectionManagerPathWithEscapedSlashesAction.UNESCAPE_AND_FORWARD,
@@ -230,7 +239,8 @@ def _opens(config: Config) -> bool:
 
 
 def _strip_routing_headers(config: Config) -> core.TypedExtensionConfig:
-    names = (*ROUTING_HEADERS, *([OPEN_HEADER] if _opens(config) else []))
+    traces = config.tracing.endpoint is not None and config.tracing.from_clients == "ignore"
+    names = (*ROUTING_HEADERS, *([OPEN_HEADER] if _opens(config) else []), *(_TRACE_HEADERS if traces else ()))
     mutations = [mutation_rules.HeaderMutation(remove=name) for name in names]
     return _extension("envoy.http.early_header_mutation.header_mutation", early.HeaderMutation(mutations=mutations))
 
@@ -318,7 +328,7 @@ def _ext_proc_filter(config: Config) -> hcm.HttpFilter:
                 forwarding_namespaces=ext_proc.MetadataOptionsMetadataNamespaces(untyped=[LB_NAMESPACE]),
             ),
             response_attributes=[] if config.envoy.pin == "exact" else [UPSTREAM_ATTRIBUTE],
-            mutation_rules=_mutation_rules(),
+            mutation_rules=_mutation_rules(traced=config.tracing.endpoint is not None),
             allow_mode_override=True,
             failure_mode_allow=_opens(config),
         ),
@@ -399,10 +409,10 @@ def _usage() -> hcm.HttpFilter:
     )
 
 
-def _mutation_rules() -> mutation_rules.HeaderMutationRules:
+def _mutation_rules(*, traced: bool) -> mutation_rules.HeaderMutationRules:
     return mutation_rules.HeaderMutationRules(
         disallow_all=True,
-        allow_expression=matcher.RegexMatcher(regex=_MUTABLE_HEADERS),
+        allow_expression=matcher.RegexMatcher(regex=_MUTABLE_HEADERS + (_MUTABLE_TRACE if traced else "")),
         disallow_is_error=True,
     )
 
@@ -585,6 +595,15 @@ def _extproc(config: Config) -> cluster.Cluster:
     return made
 
 
+def _collector(settings: Tracing) -> cluster.Cluster:
+    assert settings.endpoint is not None
+    where = collector(settings.endpoint, settings.protocol)
+    made = _grpc_cluster(COLLECTOR_CLUSTER, where.authority)
+    if settings.protocol == "http":
+        made.typed_extension_protocol_options = {}
+    return made
+
+
 def _no_circuit_breaker() -> cluster.CircuitBreakers:
     return _circuit_breaker(_MAX_CONNECTIONS, _MAX_CONNECTIONS, _MAX_CONNECTIONS)
 
@@ -603,6 +622,43 @@ def _circuit_breaker(connections: int, pending: int, requests: int) -> cluster.C
     return cluster.CircuitBreakers(thresholds=[threshold])
 
 
+# --- traces -----------------------------------------------------------------------------------------------------------
+
+
+def _traces(config: Config) -> bool:
+    """Whether Envoy sends spans of its own."""
+    return config.tracing.endpoint is not None and config.tracing.envoy
+
+
+def _request_id() -> hcm.RequestIdExtension:
+    config = request_id.UuidRequestIdConfig(pack_trace_reason=False, use_request_id_for_trace_sampling=False)
+    return hcm.RequestIdExtension(typed_config=protobuf.Any.pack(config))
+
+
+def _tracing(settings: Tracing) -> hcm.HttpConnectionManagerTracing:
+    assert settings.endpoint is not None
+    where = collector(settings.endpoint, settings.protocol)
+    sends = tracers.OpenTelemetryConfig(service_name="baton-envoy")
+    timeout = _seconds(settings.timeout_s)
+    if settings.protocol == "grpc":
+        target = core.GrpcServiceEnvoyGrpc(cluster_name=COLLECTOR_CLUSTER)
+        sends.grpc_service = core.GrpcService(envoy_grpc=target, timeout=timeout)
+    else:
+        uri = core.HttpUri(uri=f"http://{where.authority}{where.path}", cluster=COLLECTOR_CLUSTER, timeout=timeout)
+        sends.http_service = core.HttpService(http_uri=uri)
+    return hcm.HttpConnectionManagerTracing(
+        provider=tracers.TracingHttp(name="envoy.tracers.opentelemetry", typed_config=protobuf.Any.pack(sends)),
+        random_sampling=types.Percent(value=100 * settings.sample_ratio),
+        client_sampling=types.Percent(value=0.0),
+        spawn_upstream_span=True,
+        max_path_tag_length=256,
+        custom_tags=[
+            tracing.CustomTag(tag="http.url", value="%PATH(NQ):256%"),
+            tracing.CustomTag(tag="baton.request_id", value="%REQ(x-request-id):128%"),
+        ],
+    )
+
+
 # --- logs and statistics ----------------------------------------------------------------------------------------------
 
 _TTFT_MS, _TTFT_US = (f"%COMMON_DURATION(DS_RX_BEG:US_RX_BODY_BEG:{unit})%" for unit in ("ms", "us"))
@@ -619,11 +675,12 @@ _MAX_EVENT_BYTES = 1 << 20
 
 _LOG_FIELDS = {
     "time": "%START_TIME%",
-    "request_id": "%REQ(x-request-id)%",
+    "request_id": "%REQ(x-request-id):128%",
     "client": "%DOWNSTREAM_REMOTE_ADDRESS_WITHOUT_PORT%",
     "protocol": "%PROTOCOL%",
     "method": "%REQ(:method)%",
-    "path": "%REQ(:path)%",
+    # No query: clients put keys there.
+    "path": "%PATH(NQ):256%",
     "status": "%RESPONSE_CODE%",
     "flags": "%RESPONSE_FLAGS%",
     "details": "%RESPONSE_CODE_DETAILS%",
@@ -639,8 +696,9 @@ _LOG_FIELDS = {
 }
 
 
-def _access_log() -> accesslog.AccessLog:
-    log_format = core.SubstitutionFormatString(json_format=protobuf.Struct.from_dict(_LOG_FIELDS))
+def _access_log(*, traced: bool) -> accesslog.AccessLog:
+    fields = {**_LOG_FIELDS, **({"trace_id": "%TRACE_ID%"} if traced else {})}
+    log_format = core.SubstitutionFormatString(json_format=protobuf.Struct.from_dict(fields))
     return accesslog.AccessLog(
         name="envoy.access_loggers.stdout",
         typed_config=protobuf.Any.pack(stream.StdoutAccessLog(log_format=log_format)),

@@ -115,6 +115,11 @@ _COMMENTS: Mapping[str, str] = {
         "it is a prompt whose body cannot hold KV-transfer keys, however they might be spelt; it is marked, and the next "
         "route is for the marked ones."
     ),
+    "front.filter_chains.0.filters.envoy.filters.network.http_connection_manager.typed_config.tracing": (
+        "Envoy's own spans. The filter's are children of them: Envoy tells it with each call, and it does as Envoy has decided."
+    ),
+    "tracing.custom_tags": "No query: clients put keys there.",
+    "request_id_extension": "A client's request id stays as it is, and any kind of id can be sampled.",
     "mutation_rules": "What the filter may change. Anything else is a bug and fails the request.",
     "listeners.prefill_loop": "The filter makes its prefill calls here, for Envoy's connection pools and statistics.",
     "prefill_loop.address.pipe.mode": "0660: the filter runs as the same user, or in the same group.",
