@@ -44,7 +44,9 @@ def cache_server(
         float | None, typer.Option(help="GiB of memory. Without it: half of what is free, of the container if it has less.")
     ] = None,
     disk: Annotated[Path | None, typer.Option(help="Folder of the disk tier, for nothing else.")] = None,
-    disk_gb: Annotated[float | None, typer.Option(help="GiB that the disk tier may hold.")] = None,
+    disk_gb: Annotated[
+        float | None, typer.Option(help="GiB that the disk tier may hold; 0: no disk tier.", envvar="BATON_CACHE_DISK_GB")
+    ] = None,
     remote: Annotated[
         str | None,
         typer.Option(
@@ -77,6 +79,8 @@ def cache_server(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command, without secrets, and leave.")] = False,
 ) -> None:
     """Run an LMCache server until SIGTERM: KV cache of prefill workers in memory, on disk and on a remote store."""
+    if disk_gb == 0:
+        disk = disk_gb = None
     if disk is None and disk_gb is not None:
         _fail("--disk-gb: the tier needs a folder, --disk")
     if disk is not None and disk_gb is None:
@@ -90,7 +94,9 @@ def cache_server(
             spec = _prepare_disk(spec, spec.disk)
         command = lmcache.server_command(spec, host=host, port=port, http_host=http_host, http_port=http_port)
         if remote_password_file is not None:
-            command.env[lmcache.PASSWORD_ENV] = remote_password_file.read_text(encoding="utf-8").strip("\r\n")
+            # An empty file is how a container says that there is none.
+            if password := remote_password_file.read_text(encoding="utf-8").strip("\r\n"):
+                command.env[lmcache.PASSWORD_ENV] = password
     except (ValueError, OSError) as error:
         _fail(str(error))
     _warn(spec, host, http_host)

@@ -125,7 +125,7 @@ def test_secrets_are_files_and_only_who_needs_one_has_it() -> None:
         }
         for secret in file["secrets"]
     }
-    assert holders == {"hf_token": {"model"}, "grafana_password": {"grafana"}}
+    assert holders == {"hf_token": {"model"}, "cache_password": {"lmcache"}, "grafana_password": {"grafana"}}
     for profile in PROFILES:
         for name, service in resolved(profile)["services"].items():
             for key, value in (service.get("environment") or {}).items():

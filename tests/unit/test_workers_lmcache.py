@@ -195,6 +195,15 @@ def test_a_dry_run_is_one_line_for_a_shell_without_secrets(tmp_path: Path) -> No
     assert not (tmp_path / "my tier").exists(), "a dry run leaves nothing behind"
 
 
+def test_no_disk_and_no_password_can_be_said_with_what_a_container_always_mounts(tmp_path: Path) -> None:
+    status, out, _ = run(
+        *("--dram-gb", "1", "--disk", str(tmp_path), "--dry-run", "--remote-password-file", "/dev/null"),
+        env={"BATON_CACHE_DISK_GB": "0", "BATON_CACHE_REMOTE": ""},
+    )
+    assert status == 0
+    assert "--l2-adapter" not in out and "PASSWORD" not in out
+
+
 def test_a_dry_run_for_a_larger_machine_says_that_it_does_not_fit_here() -> None:
     status, out, err = run("--dram-gb", "100000", "--dry-run")
     assert status == 0
