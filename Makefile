@@ -9,7 +9,7 @@ ARGS ?=
 SHELL := /bin/bash
 
 .DEFAULT_GOAL := help
-.PHONY: help up test install lint types unit stack page chaos engine generate lock clean bench-routing bench-peers
+.PHONY: help up test install lint types unit stack page chaos soak engine generate lock clean bench-routing bench-peers
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 15
@@ -79,6 +79,9 @@ page: $(VENV)/installed $(VENV)/tools $(VENV)/browser  ## The live page in a rea
 
 chaos: $(VENV)/installed  ## Random faults at every phase for a few minutes: no wrong text, no leak, no hang.
 	$(BIN)/python -m tests.chaos $(ARGS)
+
+soak: $(VENV)/installed  ## Ten minutes of steady load with faults: no growth, nothing left. ARGS="--minutes 60 --rate 300".
+	$(BIN)/python -m tests.soak $(ARGS)
 
 engine: $(VENV)/installed  ## Real vLLM on the CPU, KV blocks over NIXL. Some minutes.
 	$(BIN)/pytest tests/engine
