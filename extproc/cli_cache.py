@@ -14,8 +14,7 @@ from typing import Annotated, Any, Literal, NoReturn
 import msgspec
 import typer
 
-from extproc import yaml_lines
-from workers import cache_disk, lmcache
+from workers import cache_disk, lmcache, yaml_lines
 from workers.profile import load_profile
 from workers.ready import port_fault
 from workers.spec import Command
@@ -93,10 +92,10 @@ def cache_server(
         if spec.disk is not None and not dry_run:
             spec = _prepare_disk(spec, spec.disk)
         command = lmcache.server_command(spec, host=host, port=port, http_host=http_host, http_port=http_port)
-        if remote_password_file is not None:
-            # An empty file is how a container says that there is none.
-            if password := remote_password_file.read_text(encoding="utf-8").strip("\r\n"):
-                command.env[lmcache.PASSWORD_ENV] = password
+        # An empty file is how a container says that there is none.
+        password = "" if remote_password_file is None else remote_password_file.read_text(encoding="utf-8").strip("\r\n")
+        if password:
+            command.env[lmcache.PASSWORD_ENV] = password
     except (ValueError, OSError) as error:
         _fail(str(error))
     _warn(spec, host, http_host)

@@ -14,13 +14,13 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from extproc import yaml_lines
 from extproc.discovery.listing import ListingError, endpoint_set, name_server
 from extproc.models import Models
 from extproc.observe.load import Scraping
 from extproc.policy_config import PolicyRule, check_policies
 from extproc.routing.endpoint_spec import EndpointSet, EndpointSpec
 from extproc.routing.settings import Routing
+from workers import yaml_lines
 
 _HOST_PORT = re.compile(r"^(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):(?P<port>[0-9]{1,5})$")
 

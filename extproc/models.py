@@ -10,7 +10,7 @@ from typing import Final
 import msgspec
 import xxhash
 
-from extproc.yaml_lines import path_of
+from workers.yaml_lines import path_of
 
 _NAME_MAX_CHARS: Final = 256
 _MAX_ALIASES: Final = 1024

@@ -9,7 +9,7 @@ from typing import Final, Literal
 import msgspec
 
 from extproc.routing.job import Late, Mode, Objective
-from extproc.yaml_lines import path_of
+from workers.yaml_lines import path_of
 
 OVERRIDE_PREFIX: Final = "x-baton-"
 """Request headers that begin so are the client's wishes. No engine sees them."""

@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from extproc import yaml_lines
 from extproc.topology_env import VariableError, interpolate
+from workers import yaml_lines
 
 _DURATION = re.compile(r"(?:(?P<h>\d+)h)?(?:(?P<m>\d+)m)?(?:(?P<s>\d+(?:\.\d+)?)s)?(?:(?P<ms>\d+)ms)?")
 _ENTRYPOINT = re.compile(r"^ENTRYPOINT\s+(?P<list>\[.*\])\s*$")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from extproc.yaml_lines import Step, path_of
+from workers.yaml_lines import Step, path_of
 
 _ASSIGNMENT = re.compile(r"^(?:export\s+)?(?P<name>[A-Za-z_]\w*)\s*=\s*(?P<value>.*)$")
 _COMMENT = re.compile(r"\s+#.*$")

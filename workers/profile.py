@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from extproc import yaml_lines
+from workers import yaml_lines
 from workers.lmcache import CacheSpec
 from workers.model import served_name
 from workers.spec import Device, LoadFailure, Role, WorkerSpec

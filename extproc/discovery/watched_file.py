@@ -13,7 +13,7 @@ import msgspec
 from extproc.discovery.listing import endpoint_set
 from extproc.discovery.source import SourceError
 from extproc.routing.endpoint_spec import EndpointSet, EndpointSpec
-from extproc.yaml_lines import FaultError, decode
+from workers.yaml_lines import FaultError, decode
 
 POLL_S: Final = 0.5
 """How often the file's state is asked for. Asking works on every file system, network mounts included; being told does not."""

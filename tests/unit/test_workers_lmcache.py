@@ -12,10 +12,9 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from extproc import yaml_lines
 from extproc.cli import app
 from extproc.cli_cache import CacheFile
-from workers import cache_disk, lmcache
+from workers import cache_disk, lmcache, yaml_lines
 from workers.lmcache import CacheSpec, Disk, available_bytes, connector, fit, server_command, without_secrets
 
 GIB = 1 << 30

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from extproc.yaml_lines import FaultError, decode, line_of, path_of, steps_of
+from workers.yaml_lines import FaultError, decode, line_of, path_of, steps_of
 
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
