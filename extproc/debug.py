@@ -59,7 +59,7 @@ class Debug:
         return _json(self._dispatcher.decisions(int(text)))
 
     async def _times(self, _: web.Request) -> web.Response:
-        return _json({**self._observer.times.snapshot(), "watched": self._observer.watched_answers()})
+        return _json(self._observer.shown())
 
     async def _snapshot(self, request: web.Request) -> web.Response:
         wanted = request.query.get("index", "0")

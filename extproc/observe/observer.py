@@ -32,7 +32,7 @@ _LATE_S = 10.0
 """A watched stream that nobody reported so long after its request's end is lost."""
 _SWEEP_S = 1.0
 _REMEMBERED = 100
-"""Watched answers that are shown."""
+"""Requests that are over, and watched answers, that are shown."""
 
 
 class Observed(msgspec.Struct):
@@ -73,7 +73,8 @@ class Observer:
         self._in_flight: dict[Tags, int] = {}
         self._watched: dict[str, Observed] = {}
         self._due: deque[tuple[float, str]] = deque()
-        self._recent: deque[dict[str, Any]] = deque(maxlen=_REMEMBERED)
+        self._seen: deque[dict[str, Any]] = deque(maxlen=_REMEMBERED)
+        self._ended: deque[tuple[Line, Tags]] = deque(maxlen=_REMEMBERED)
         metrics.clients.log_streams.set_function(lambda: self.access_log.streams)
         for rule in config.policies:
             for slo, seconds in (("ttft", rule.slo.ttft_s), ("itl", rule.slo.itl_s)):
@@ -138,6 +139,7 @@ class Observer:
         clients, kind = self._metrics.clients, _kind_of(note.tags)
         labels = (kind.model, kind.policy, kind.mode)
         clients.log_lines.inc()
+        self._ended.append((line, note.tags))
         clients.requests.inc(*labels, line.outcome)
         clients.judge(line, note)
         if line.status < 400:
@@ -175,7 +177,7 @@ class Observer:
             self._metrics.clients.add_gaps(kind, seen.gaps, seen.gaps_s)
             self.times.watched(kind, seen.gaps)
         shown = _shown(seen, observed, outcome)
-        self._recent.append(shown)
+        self._seen.append(shown)
         self._log.info("stream_watched", **shown)
 
     # -- time --------------------------------------------------------------------------------------------------------------
@@ -204,9 +206,14 @@ class Observer:
             if self._watched.pop(self._due.popleft()[1], None) is not None:
                 self._metrics.clients.watched.inc("lost")
 
-    def watched_answers(self) -> list[dict[str, Any]]:
-        """The last watched answers, the newest first, ready for JSON."""
-        return list(reversed(self._recent))
+    def shown(self) -> dict[str, Any]:
+        """For people, ready for JSON: the last minute, and the last requests that are over and answers that were watched, newest
+        first."""
+        return {
+            **self.times.snapshot(),
+            "ended": [_ended(line, tags) for line, tags in reversed(self._ended)],
+            "watched": list(reversed(self._seen)),
+        }
 
     def status(self) -> dict[str, Any]:
         """For `/healthz`."""
@@ -219,6 +226,31 @@ class Observer:
 def _kind_of(tags: Tags) -> Tags:
     """Without the tenant: there are few kinds of requests, and many tenants."""
     return tags if tags.tenant == NONE else Tags(tags.model, tags.policy, tags.mode)
+
+
+def _ended(line: Line, tags: Tags) -> dict[str, Any]:
+    """One request that is over, for people."""
+    return {
+        "request_id": line.request_id,
+        **tags.as_dict(),
+        "outcome": line.outcome,
+        "status": line.status,
+        "flags": ",".join(line.flags),
+        "details": line.details,
+        "worker": line.upstream or None,
+        "ttft_ms": _ms(line.ttft_s),
+        "generation_ms": _ms(line.generation_s),
+        "mean_itl_ms": _ms(line.mean_itl_s),
+        "duration_ms": _ms(line.duration_s),
+        "prompt_tokens": line.prompt_tokens,
+        "completion_tokens": line.completion_tokens,
+        "received_bytes": line.received_bytes,
+        "sent_bytes": line.sent_bytes,
+    }
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1e3, 3)
 
 
 def _shown(seen: Sighting, observed: Observed, outcome: str) -> dict[str, Any]:
@@ -234,7 +266,7 @@ def _shown(seen: Sighting, observed: Observed, outcome: str) -> dict[str, Any]:
         "prompt_tokens": seen.prompt_tokens,
         "itl_p50_ms": found[0],
         "itl_p99_ms": found[1],
-        "itl_max_ms": round(seen.longest_s * 1e3, 3) if seen.gaps else None,
+        "itl_max_ms": _ms(seen.longest_s) if seen.gaps else None,
     }
 
 
@@ -243,4 +275,4 @@ def _p50_p99_ms(seen: Sighting) -> tuple[float | None, float | None]:
     if not seen.gaps:
         return None, None
     p50_s, p99_s = at(seen.gaps, (0.5, 0.99))
-    return round(p50_s * 1e3, 3), round(p99_s * 1e3, 3)
+    return _ms(p50_s), _ms(p99_s)
