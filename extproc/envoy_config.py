@@ -45,6 +45,7 @@ from envoy_data_plane.envoy.extensions.matching.common_inputs.network import v3 
 from envoy_data_plane.envoy.extensions.matching.input_matchers.metadata import v3 as input_matchers
 from envoy_data_plane.envoy.extensions.request_id.uuid import v3 as request_id
 from envoy_data_plane.envoy.extensions.resource_monitors.downstream_connections import v3 as downstream_connections
+from envoy_data_plane.envoy.extensions.tracers.opentelemetry.samplers import v3 as samplers
 from envoy_data_plane.envoy.extensions.upstreams.http import v3 as upstreams
 from envoy_data_plane.envoy.type import v3 as types
 from envoy_data_plane.envoy.type.matcher import v3 as matcher
@@ -638,7 +639,7 @@ def _request_id() -> hcm.RequestIdExtension:
 def _tracing(settings: Tracing) -> hcm.HttpConnectionManagerTracing:
     assert settings.endpoint is not None
     where = collector(settings.endpoint, settings.protocol)
-    sends = tracers.OpenTelemetryConfig(service_name="baton-envoy")
+    sends = tracers.OpenTelemetryConfig(service_name="baton-envoy", sampler=_sampler(settings.sample_ratio))
     timeout = _seconds(settings.timeout_s)
     if settings.protocol == "grpc":
         target = core.GrpcServiceEnvoyGrpc(cluster_name=COLLECTOR_CLUSTER)
@@ -648,14 +649,25 @@ def _tracing(settings: Tracing) -> hcm.HttpConnectionManagerTracing:
         sends.http_service = core.HttpService(http_uri=uri)
     return hcm.HttpConnectionManagerTracing(
         provider=tracers.TracingHttp(name="envoy.tracers.opentelemetry", typed_config=protobuf.Any.pack(sends)),
-        random_sampling=types.Percent(value=100 * settings.sample_ratio),
-        client_sampling=types.Percent(value=0.0),
         spawn_upstream_span=True,
         max_path_tag_length=256,
         custom_tags=[
             tracing.CustomTag(tag="http.url", value="%PATH(NQ):256%"),
             tracing.CustomTag(tag="baton.request_id", value="%REQ(x-request-id):128%"),
         ],
+    )
+
+
+def _sampler(ratio: float) -> core.TypedExtensionConfig:
+    share = types.FractionalPercent(
+        numerator=round(ratio * 1e6), denominator=types.FractionalPercentDenominatorType.MILLION
+    )
+    drawn = _extension(
+        "envoy.tracers.opentelemetry.samplers.trace_id_ratio_based",
+        samplers.TraceIdRatioBasedSamplerConfig(sampling_percentage=share),
+    )
+    return _extension(
+        "envoy.tracers.opentelemetry.samplers.parent_based", samplers.ParentBasedSamplerConfig(wrapped_sampler=drawn)
     )
 
 
