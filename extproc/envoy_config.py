@@ -659,9 +659,7 @@ def _tracing(settings: Tracing) -> hcm.HttpConnectionManagerTracing:
 
 
 def _sampler(ratio: float) -> core.TypedExtensionConfig:
-    share = types.FractionalPercent(
-        numerator=round(ratio * 1e6), denominator=types.FractionalPercentDenominatorType.MILLION
-    )
+    share = types.FractionalPercent(numerator=round(ratio * 1e6), denominator=types.FractionalPercentDenominatorType.MILLION)
     drawn = _extension(
         "envoy.tracers.opentelemetry.samplers.trace_id_ratio_based",
         samplers.TraceIdRatioBasedSamplerConfig(sampling_percentage=share),

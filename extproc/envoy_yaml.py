@@ -119,7 +119,7 @@ _COMMENTS: Mapping[str, str] = {
         "Envoy's own spans. The filter's are children of them: Envoy tells it with each call, and it does as Envoy has decided."
     ),
     "tracing.custom_tags": "No query: clients put keys there.",
-    "request_id_extension": "A client's request id stays as it is, and takes no part in sampling: the tracer's sampler decides.",
+    "request_id_extension": "A client's request id stays as it is, and has no part in sampling: that is the sampler's.",
     "sampler.typed_config": "As the caller has decided; this share of those that nobody has decided about.",
     "mutation_rules": "What the filter may change. Anything else is a bug and fails the request.",
     "listeners.prefill_loop": "The filter makes its prefill calls here, for Envoy's connection pools and statistics.",
