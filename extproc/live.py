@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
+from heapq import nlargest
 from itertools import islice
+from operator import itemgetter
 from typing import Any
 
 import msgspec
@@ -38,6 +40,12 @@ _MODELS_MOST = 4
 _TARGETS_MOST = 16
 
 _TERM_NAMES = tuple((name, name.removesuffix("_s")) for name in Terms.__struct_fields__)
+
+_ROLES = {
+    frozenset((Role.PREFILL,)): ["prefill"],
+    frozenset((Role.DECODE,)): ["decode"],
+    frozenset(Role): ["prefill", "decode"],
+}
 
 Status = Callable[[], tuple[bool, Mapping[str, Any]]]
 
@@ -108,7 +116,7 @@ class Live:
         now_s = self._dispatcher.now_s()
         ready, status = self._status()
         pairs = self._recent.pairs()
-        shown = sorted(pairs.items(), key=lambda item: -item[1])[: doc.PAIRS_MOST]
+        shown = nlargest(doc.PAIRS_MOST, pairs.items(), key=itemgetter(1))
         endpoints = self._dispatcher.router.pool.endpoints
         handoffs = _by_worker(pairs)
         reasons = status.get("warm_up", {}).get("warming", {})
@@ -229,10 +237,10 @@ def _ends(found: doc.Quantiles | None) -> tuple[float | None, float | None]:
 
 
 def _by_worker(pairs: Mapping[tuple[str, str], int]) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for pair, count in pairs.items():
-        for address in pair:
-            found[address] = found.get(address, 0) + count
+    found: dict[str, int] = defaultdict(int)
+    for (prefill, decode), count in pairs.items():
+        found[prefill] += count
+        found[decode] += count
     return found
 
 
@@ -244,7 +252,7 @@ def _worker(endpoint: Endpoint, now_s: float, handoffs: int, why_warming: str | 
     models = endpoint.spec.models if endpoint.spec.models is not None else list(endpoint.models or ())
     return doc.WorkerNow(
         address=endpoint.address,
-        roles=[role.value for role in Role if role in endpoint.roles],
+        roles=_ROLES[endpoint.roles],
         state=state,
         why=_short(why),
         labels={name[: doc.TEXT_MOST]: value[: doc.TEXT_MOST] for name, value in islice(endpoint.labels.items(), _LABELS_MOST)},
@@ -270,9 +278,9 @@ def _state(endpoint: Endpoint, now_s: float, why_warming: str | None) -> tuple[d
         return "down", "its health check fails, or has not answered yet"
     if endpoint.leaving:
         return "leaving", "no longer configured; it finishes what it has"
-    for role in Role:
+    for role in endpoint.roles:
         leg = endpoint.leg(role)
-        if role in endpoint.roles and not health.usable(leg, now_s):
+        if not health.usable(leg, now_s):
             return "failing", f"{leg.failures} failures in a row; left alone for {time_words(leg.blocked_until_s - now_s)}"
     if endpoint.warming:
         return "warming", why_warming or "it has yet to make its first handoff"

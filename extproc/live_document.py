@@ -2,6 +2,9 @@
 
 Bounded whatever the pool and the traffic: every list has a limit, and says how many it left out. Nothing in it comes from a
 prompt or an answer.
+
+Hundreds of some of these are made for one document. They hold no cycles, so the garbage collector need not know of them
+(``gc=False``).
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ TEXT_MOST = 200
 State = Literal["live", "warming", "failing", "leaving", "down"]
 
 
-class WorkerNow(msgspec.Struct, kw_only=True):
+class WorkerNow(msgspec.Struct, kw_only=True, gc=False):
     """One worker."""
 
     address: str
@@ -67,7 +70,7 @@ class WorkerNow(msgspec.Struct, kw_only=True):
     """Given or taken in the last `window_s`."""
 
 
-class PairNow(msgspec.Struct):
+class PairNow(msgspec.Struct, gc=False):
     """Handoffs between two workers, in the last `window_s`."""
 
     prefill: str
@@ -155,7 +158,7 @@ class History(msgspec.Struct, kw_only=True):
     queue_requests: list[int] = []
 
 
-class CandidateNow(msgspec.Struct, kw_only=True):
+class CandidateNow(msgspec.Struct, kw_only=True, gc=False):
     """A choice that was weighed."""
 
     prefill: str | None
@@ -172,7 +175,7 @@ class CandidateNow(msgspec.Struct, kw_only=True):
     """Why it lost; null: it was chosen."""
 
 
-class DecisionNow(msgspec.Struct, kw_only=True):
+class DecisionNow(msgspec.Struct, kw_only=True, gc=False):
     """One decision, the chosen candidate first."""
 
     at: float
