@@ -207,7 +207,7 @@ class Observer:
                 self._metrics.clients.watched.inc("lost")
 
     def shown(self) -> dict[str, Any]:
-        """For people, ready for JSON: the last minute, and the last requests that are over and answers that were watched, newest
+        """For people, ready for JSON: the last minute, the last requests that are over, the last watched answers; the newest
         first."""
         return {
             **self.times.snapshot(),
