@@ -288,6 +288,7 @@ def _state(endpoint: Endpoint, now_s: float, why_warming: str | None) -> tuple[d
 
 
 def _decision(at: float, request_id: str, decision: Decision) -> doc.DecisionNow:
+    chosen = decision.candidates[0].prefill, decision.candidates[0].decode
     return doc.DecisionNow(
         at=at,
         request_id=request_id[: doc.TEXT_MOST],
@@ -303,6 +304,7 @@ def _decision(at: float, request_id: str, decision: Decision) -> doc.DecisionNow
         candidates=[
             _candidate(each, None if number == 0 else why_lost(decision, each))
             for number, each in enumerate(decision.candidates)
+            if number == 0 or (each.prefill, each.decode) != chosen  # it may have been weighed twice
         ],
     )
 

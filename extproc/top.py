@@ -51,7 +51,7 @@ def draw(doc: Live, width: int, height: int | None, fault: str | None = None, ag
         room = height - _HEAD_LINES - len(notices) - 2 * _TABLE_LINES - 2
         decisions = min(decisions, _DECISIONS_MOST, max(_DECISIONS_LEAST, room - workers))
         workers = min(workers, max(1, room - decisions))
-    parts: list[RenderableType] = [_state(doc), *notices, Text(), _figures(doc, width), Text()]
+    parts: list[RenderableType] = [_state(doc), *notices, Text(), _figures(doc), Text()]
     parts.append(_workers(doc, workers, width))
     parts += [Text(), _decisions(doc.decisions[:decisions], width)]
     return Group(*parts)
@@ -92,12 +92,12 @@ def _notices(doc: Live, fault: str | None, age_s: float) -> list[Text]:
     return [Text(plain(words), style=style, no_wrap=True, overflow="ellipsis") for words, style in lines]
 
 
-def _figures(doc: Live, width: int) -> Table:
+def _figures(doc: Live) -> Table:
     rates, queue = doc.rates, doc.queue
     table = Table.grid(padding=(0, 3), expand=False)
-    for _ in range(4 if width >= _WIDEST else 2):
+    for _ in range(2):
         table.add_column(no_wrap=True, overflow="ellipsis")
-    columns = [
+    lines = [
         (f"TTFT   {_times(doc.times.ttft)}", _goal(doc.targets, "ttft_s", doc.times.ttft)),
         (f"ITL    {_times(doc.times.itl)}", _goal(doc.targets, "itl_s", doc.times.itl)),
         (
@@ -108,12 +108,9 @@ def _figures(doc: Live, width: int) -> Table:
         (f"queue {queue.requests:,}", f"{_time(queue.work_s)} of work, longest wait {_time(queue.longest_wait_s)}"),
     ]
     alarming = rates.refused_per_s > 0 or rates.errors_per_s > 0
-    cells = [
-        (Text(first, style="bold"), Text(second, style="red" if alarming and second.startswith("handed") else "dim"))
-        for first, second in columns
-    ]
-    for row in zip(*cells, strict=True) if width >= _WIDEST else cells:
-        table.add_row(*row)
+    for first, second in lines:
+        alarm = alarming and second.startswith("handed")
+        table.add_row(Text(first, style="bold"), Text(second, style="red" if alarm else "dim"))
     return table
 
 
