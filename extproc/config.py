@@ -96,6 +96,9 @@ class Workers(_Section, frozen=True, kw_only=True):
     """DNS names, each with `role`, `name` and `port` or `srv`, `refresh_s` and `labels`."""
     dns_servers: list[str] = []
     """Name servers to ask, as `ip` or `ip:port`; none: those of the system."""
+    api_key_file: str | None = None
+    """File with the key that the workers want (`--api-key`), for what the filter asks of them by itself: their models, first
+    handoffs, releases. Clients' requests keep the credentials that they come with. null, or an empty file: they want none."""
 
     def endpoint_set(self) -> EndpointSet:
         """What stands in the configuration itself. Raises ListingError."""
@@ -232,8 +235,6 @@ class WarmUp(_Section, frozen=True, kw_only=True):
     it at once, at the price of the first transfer."""
     give_up_s: float = 180.0
     """A worker that could not be warmed for so long is used all the same, where no other can."""
-    api_key_file: str | None = None
-    """File with the key that the workers want (`--api-key`); null: they want none."""
 
 
 class Limits(_Section, frozen=True, kw_only=True):

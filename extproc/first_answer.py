@@ -62,7 +62,7 @@ def show(
     console.print(
         f"  curl -N {url} -H 'content-type: application/json' -d '{json.dumps(body)}'\n", highlight=False, markup=False
     )
-    console.print("A first question (the workers connect to each other, which can take half a minute):", highlight=False)
+    console.print("A first question:", highlight=False)
     console.print(f"> {_QUESTION}\n< ", end="", highlight=False)
     events: queue.Queue[_Reply | _Text | _End] = queue.Queue()
     sent_at = time.monotonic()

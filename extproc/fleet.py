@@ -7,7 +7,7 @@ it has is finished; until then Envoy keeps it as well.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,8 +47,10 @@ class Fleet:
         metrics: Metrics,
         log: Logger,
         on_change: Callable[[], None],
+        own_headers: Mapping[str, str],
     ) -> None:
-        """``on_change`` is called when a worker comes, goes, or changes between live and not.
+        """``on_change`` is called when a worker comes, goes, or changes between live and not; ``own_headers``: see
+        :mod:`extproc.worker_key`.
 
         Raises SourceError, and OSError where endpoint files cannot be written.
         """
@@ -64,7 +66,7 @@ class Fleet:
         self._scrapes: dict[str, Scrape] = {}
         self._shown: set[tuple[str, str]] = set()
         self.endpoints = EndpointServer(log, on_nack=lambda: metrics.discovery_reloads.labels("envoy", "refused").inc())
-        self._prober = Prober(self.pool, config.health, log, self._on_probe)
+        self._prober = Prober(self.pool, config.health, log, self._on_probe, own_headers=own_headers)
         self._discovery = Discovery(
             sources(config.workers),
             on_change=self._on_discovery,

@@ -8,7 +8,7 @@ for a model that does not exist, releases them at once; left alone they stay pin
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
 import aiohttp
 import msgspec
@@ -29,10 +29,18 @@ class Releaser:
     """A bounded queue of handoffs to release, and the tasks that work it off. Use as an async context manager."""
 
     def __init__(
-        self, settings: Settings, decode_worker: Callable[[Collection[str]], str | None], metrics: Metrics, log: Logger
+        self,
+        settings: Settings,
+        decode_worker: Callable[[Collection[str]], str | None],
+        metrics: Metrics,
+        log: Logger,
+        *,
+        own_headers: Mapping[str, str],
     ) -> None:
-        """``decode_worker`` names a live decode worker, ``ip:port``, none of those that it is given."""
+        """``decode_worker`` names a live decode worker, ``ip:port``, none of those that it is given; ``own_headers``: see
+        :mod:`extproc.worker_key`."""
         self._settings = settings
+        self._headers = {"content-type": "application/json", **own_headers}
         self._decode_worker = decode_worker
         self._metrics = metrics
         self._log = log
@@ -115,9 +123,7 @@ class Releaser:
 
     async def _ask(self, worker: str, body: bytes) -> str | None:
         try:
-            async with self._session.post(
-                f"http://{worker}{_PATH}", data=body, headers={"content-type": "application/json"}
-            ) as response:
+            async with self._session.post(f"http://{worker}{_PATH}", data=body, headers=self._headers) as response:
                 return None if response.status == 404 else f"{worker} answered {response.status}"
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             return f"{worker}: {type(error).__name__}"

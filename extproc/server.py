@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from extproc import __version__, admin, wire
+from extproc import __version__, admin, wire, worker_key
 from extproc.attempts import Prefiller
 from extproc.config import Address, Config, ConfigError
 from extproc.debug import Debug
@@ -103,8 +103,9 @@ class Server:
         )
         recent = Recent()
         live = Live(config, dispatcher, recent, self._status, log=self._log, times=self._observer.times.snapshot)
-        releaser = Releaser(config.handoff, live_decode_worker(router), self._metrics, self._log)
-        meeting = Meeting(config, connector, releaser, pulse)
+        own_headers = worker_key.headers(config.workers.api_key_file)
+        releaser = Releaser(config.handoff, live_decode_worker(router), self._metrics, self._log, own_headers=own_headers)
+        meeting = Meeting(config, connector, releaser, pulse, own_headers=own_headers)
         warm_up = self._warm_up = WarmUp(
             config, dispatcher, meeting, metrics=self._metrics, log=self._log, on_change=self._on_endpoint_change
         )
@@ -117,6 +118,7 @@ class Server:
                 metrics=self._metrics,
                 log=self._log,
                 on_change=self._on_endpoint_change,
+                own_headers=own_headers,
             )
         except SourceError as error:
             raise OSError(str(error)) from error

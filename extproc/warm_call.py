@@ -13,7 +13,6 @@ import uuid
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 
 import aiohttp
 import msgspec
@@ -47,9 +46,10 @@ class Meeting:
         connector: Connector,
         releaser: Releaser,
         pulse: Pulse,
+        own_headers: Mapping[str, str],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Raises OSError if the file with the workers' key cannot be read."""
+        """``own_headers``: see :mod:`extproc.worker_key`."""
         self._settings: WarmUp = config.warm_up
         self._connector = connector
         self._releaser = releaser
@@ -60,10 +60,7 @@ class Meeting:
         self._max_age_s = config.handoff.lease_s * config.handoff.max_age_share
         self._connect_s = config.prefill.connect_timeout_s
         self._client = PrefillClient(msgspec.structs.replace(config.prefill, via="direct"))
-        self._headers: dict[str, str] = {}
-        if self._settings.api_key_file is not None:
-            key = Path(self._settings.api_key_file).read_text(encoding="utf-8").strip()
-            self._headers = {"authorization": f"Bearer {key}"}
+        self._headers = own_headers
 
     async def __aenter__(self) -> Meeting:
         await self._client.__aenter__()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import aiohttp
 import msgspec
@@ -34,7 +34,17 @@ _card_decoder = msgspec.json.Decoder(_Card)
 class Prober:
     """Sets ``live`` on the endpoints of a pool, and tells when one changes."""
 
-    def __init__(self, pool: Pool, settings: Health, log: Logger, on_change: Callable[[Endpoint], None]) -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        settings: Health,
+        log: Logger,
+        on_change: Callable[[Endpoint], None],
+        *,
+        own_headers: Mapping[str, str],
+    ) -> None:
+        """``own_headers``: see :mod:`extproc.worker_key`."""
+        self._headers = own_headers
         self._pool = pool
         self._settings = settings
         self._log = log
@@ -87,7 +97,7 @@ class Prober:
     async def _models(self, session: aiohttp.ClientSession, endpoint: Endpoint) -> dict[str, bytes] | None:
         """The models that the worker lists; None if it does not say (no such endpoint, or it wants a key)."""
         try:
-            async with session.get(f"http://{endpoint.address}/v1/models") as response:
+            async with session.get(f"http://{endpoint.address}/v1/models", headers=self._headers) as response:
                 if response.status != 200:
                     return None
                 listed = _models_decoder.decode(await bounded.read(response, _MODELS_MAX_BYTES))

@@ -113,9 +113,9 @@ class World:
         intake = Intake(self.config, sizes)
         router = Router(self.pool, routing_of(self.config))
         dispatcher = Dispatcher(router, names=intake.names, metrics=metrics, log=log, longest_request_s=3600.0)
-        releaser = Releaser(self.config.handoff, live_decode_worker(router), metrics, log)
+        releaser = Releaser(self.config.handoff, live_decode_worker(router), metrics, log, own_headers={})
         pulse = Pulse()
-        meeting = Meeting(self.config, connector, releaser, pulse)
+        meeting = Meeting(self.config, connector, releaser, pulse, own_headers={})
         warm_up = WarmUp(self.config, dispatcher, meeting, metrics=metrics, log=log, on_change=lambda: None)
         self.engines = Engines(metrics)
         self.fleet = Fleet(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import logging
 import time
 import uuid
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from workers.sim.worker import Worker
 
 _log = logging.getLogger(__name__)
+
+_GUARDED = ("/v1", "/v2", "/inference", "/cohere")
+"""Paths that begin so want the key (vLLM 0.32, entrypoints/serve/middleware/authenticate.py)."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -41,6 +45,20 @@ async def framework_errors(request: web.Request, handler: Handler) -> web.Stream
     except Exception:
         _log.exception("%s %s", request.method, request.path)
         return web.json_response(internal().body(), status=500)
+
+
+def authenticated(key: str) -> Any:
+    """What comes to the guarded paths without the key is turned down before it is looked at, as vLLM does it."""
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        known = scheme.lower() == "bearer" and hmac.compare_digest(given.encode(), key.encode())
+        if known or request.method == "OPTIONS" or not request.path.startswith(_GUARDED):
+            return await handler(request)
+        return web.json_response({"error": "Unauthorized"}, status=401)
+
+    return check
 
 
 def closed_while_down(worker: Worker) -> Any:

@@ -52,6 +52,7 @@ class SimOptions:
     enable_prompt_tokens_details: bool = _option(False, "say in the usage how many prompt tokens were cached")
     enable_request_id_headers: bool = _option(False, "answer with the X-Request-Id header")
     enable_server_load_tracking: bool = _option(False, "/load counts; it is always 0 otherwise")
+    api_key: str | None = _option(None, "what requests to the guarded paths must carry; default: $VLLM_API_KEY, if it is set")
     strict_crash: bool = _option(False, "what kills vLLM kills this engine: incomplete kv_transfer_params")
 
 
@@ -110,6 +111,7 @@ def worker_options(options: SimOptions) -> list[WorkerOptions]:
                 events_endpoint=_endpoint(options.kv_events_port, index),
                 events_replay_endpoint=_endpoint(options.kv_events_replay_port, index),
                 events_topic=options.kv_events_topic,
+                api_key=options.api_key or os.environ.get("VLLM_API_KEY") or None,
             )
         )
     return made

@@ -62,6 +62,7 @@ class WorkerOptions:
     events_endpoint: str | None = None
     events_replay_endpoint: str | None = None
     events_topic: str = ""
+    api_key: str | None = field(default=None, repr=False)
 
 
 class _Refuser(asyncio.Protocol):
@@ -134,6 +135,8 @@ class Worker:
             )
         await self._start_engine()
         middlewares = [api_server.closed_while_down(self), api_server.framework_errors]
+        if options.api_key is not None:
+            middlewares.append(api_server.authenticated(options.api_key))
         app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=middlewares)
         app.router.add_post("/v1/completions", api_completions.handler(self))
         app.router.add_post("/v1/chat/completions", api_chat.handler(self))
