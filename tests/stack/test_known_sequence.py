@@ -216,6 +216,7 @@ async def test_every_counter_moves_by_what_happened_and_no_other(stack: SimStack
         'baton_ttft_actual_to_predicted_ratio_count{mode="disaggregate"}': handed_over,
         'baton_ttft_actual_to_predicted_ratio_count{mode="aggregate"}': 3,  # not of the one whose prefill had failed
         "baton_access_log_lines_total": REQUESTS,
+        'baton_log_lines_total{outcome="logged"}': REQUESTS,
         # The filter's own time: one sample for each phase that a request came to.
         "baton_filter_seconds_count": REQUESTS,
         **phases(headers=REQUESTS, parse=13, decide=12, queue=10, prefill_call=7, reply=9, answer=10),
