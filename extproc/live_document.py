@@ -44,20 +44,21 @@ class WorkerNow(msgspec.Struct, kw_only=True, gc=False):
     models: list[str] = []
     """At most four."""
     prefill_requests: int = 0
-    """In flight through this filter. So are the next three."""
+    """Prefills in flight on it through this filter."""
     decode_requests: int = 0
+    """Answers in flight on it through this filter, from the decision on."""
     prefill_tokens: int = 0
-    """To be computed."""
+    """Prompt tokens of these prefills that it has to compute."""
     decode_tokens: int = 0
-    """Of prompts and answers, in its KV cache."""
+    """KV tokens of these answers: prompt, and as much answer as is expected."""
     backlog_s: float = 0.0
     """Until it is expected to be through with its prefills."""
     other_requests: float = 0.0
     """On it, but not through this filter, when it last reported."""
     running: float | None = None
-    """Requests in the engine's batches. As the engine reported it; so are the next four."""
+    """Requests in the engine's batches, as it last reported."""
     waiting: float | None = None
-    """Requests that wait in the engine."""
+    """Requests that wait in the engine, as it last reported."""
     kv_usage: float | None = None
     """Share of its KV cache in use, 0 to 1."""
     kv_tokens: int | None = None
@@ -74,14 +75,18 @@ class PairNow(msgspec.Struct, gc=False):
     """Handoffs between two workers, in the last `window_s`."""
 
     prefill: str
+    """Address of the worker that gave them."""
     decode: str
+    """Address of the worker that took them."""
     count: int
+    """How many."""
 
 
 class QueueNow(msgspec.Struct, kw_only=True):
     """Prompts that wait for a prefill worker."""
 
     requests: int = 0
+    """How many."""
     work_s: float = 0.0
     """Prefill seconds that they will need, all together."""
     longest_wait_s: float = 0.0
@@ -92,7 +97,9 @@ class RatesNow(msgspec.Struct, kw_only=True):
     """Events a second, over the last `window_s`."""
 
     requests_per_s: float = 0.0
+    """That came, of every kind."""
     handoffs_per_s: float = 0.0
+    """Given to a decode worker."""
     whole_per_s: float = 0.0
     """Prompts that one worker serves alone."""
     refused_per_s: float = 0.0
@@ -107,21 +114,32 @@ class Quantiles(msgspec.Struct, kw_only=True):
     source: str
     """`envoy access log` and `stream watch`: as clients saw it. `engines`: as the workers report it."""
     p50_s: float | None = None
+    """Half of them took no longer."""
     p90_s: float | None = None
+    """Nine of ten took no longer."""
     p99_s: float | None = None
+    """All but one in a hundred took no longer."""
     mean_s: float | None = None
+    """Mean, where that is all that is known."""
     samples: int | None = None
+    """How many there were."""
 
 
 class TimesOf(msgspec.Struct, kw_only=True):
     """The same, of the answers of one model under one policy in one mode."""
 
     model: str
+    """As the workers list it, or `other`."""
     policy: str
+    """Its name."""
     mode: str
+    """`disaggregate` or `aggregate`."""
     answers: int
+    """How many ended."""
     ttft: Quantiles | None = None
+    """Time to the first token."""
     itl: Quantiles | None = None
+    """Time between tokens."""
 
 
 class TimesNow(msgspec.Struct, kw_only=True):
@@ -130,8 +148,9 @@ class TimesNow(msgspec.Struct, kw_only=True):
     window_s: float | None = None
     """null: nobody tells how long answers took; what there is comes from the engines' last reports."""
     ttft: Quantiles | None = None
-    """Of all of them. null: there was none."""
+    """Time to the first token, of all of them. null: there was none."""
     itl: Quantiles | None = None
+    """Time between tokens, of all of them."""
     by: list[TimesOf] = []
     """Those with the most answers first."""
 
@@ -140,8 +159,11 @@ class Target(msgspec.Struct, kw_only=True):
     """The SLO of a policy, in seconds."""
 
     policy: str
+    """Its name."""
     ttft_s: float | None = None
+    """To the first token."""
     itl_s: float | None = None
+    """Between tokens."""
 
 
 class History(msgspec.Struct, kw_only=True):
@@ -150,12 +172,17 @@ class History(msgspec.Struct, kw_only=True):
     step_s: float
     """From one point to the next."""
     ttft_p50_s: list[float | None] = []
+    """Median of the time to the first token."""
     ttft_p99_s: list[float | None] = []
+    """99th percentile of it."""
     itl_p50_s: list[float | None] = []
-    """Where only a mean is known, that."""
+    """Median of the time between tokens; where only a mean is known, that."""
     itl_p99_s: list[float | None] = []
+    """99th percentile of it."""
     requests_per_s: list[float] = []
+    """Requests that came."""
     queue_requests: list[int] = []
+    """Prompts in the queue."""
 
 
 class CandidateNow(msgspec.Struct, kw_only=True, gc=False):
@@ -164,13 +191,16 @@ class CandidateNow(msgspec.Struct, kw_only=True, gc=False):
     prefill: str | None
     """null: the decode worker does it all."""
     decode: str
+    """Address of the decode worker."""
     cost: float
     """What the objective makes of the terms, mostly seconds; the least wins."""
     terms_ms: dict[str, float]
     """Milliseconds, those that are not 0: `queue_prefill`, `prefill`, `transfer`, `handshake`, `overhead`, `penalty`,
     `queue_decode`, `generation`, `stall`, `hold`."""
     cached_prefill_tokens: int
+    """Of the prompt, expected in the cache of the prefill worker."""
     cached_decode_tokens: int
+    """Of the prompt, expected in the cache of the decode worker."""
     why: str | None
     """Why it lost; null: it was chosen."""
 
@@ -181,37 +211,53 @@ class DecisionNow(msgspec.Struct, kw_only=True, gc=False):
     at: float
     """Unix time."""
     request_id: str
+    """The client's `x-request-id`, or Envoy's."""
     policy: str
+    """Its name."""
     objective: str
+    """What the policy minimises."""
     reason: str
+    """Why it came out as it did; see [metrics](metrics.md#decisions)."""
     prefill: str | None
+    """Address of the prefill worker; null: the decode worker does it all."""
     decode: str
+    """Address of the decode worker."""
     prompt_tokens: int
+    """Of the prompt, counted or estimated."""
     cached_tokens: int
     """Of the prompt, expected in the cache of the worker that computes it."""
     queued_ms: float
+    """Time in our queue."""
     ttft_ms: float
-    """Expected, from the dispatch on."""
+    """Expected time to the first token, from the dispatch on."""
     candidates: list[CandidateNow]
+    """What was weighed, the cheapest of it."""
 
 
 class SourceNow(msgspec.Struct, kw_only=True):
     """A source of workers."""
 
     kind: str
+    """`static`, `file`, `dns` and the like."""
     name: str
+    """Which one."""
     endpoints: int | None
-    """null: it was never read."""
+    """Workers that it last named; null: it was never read."""
     error: str | None
+    """Why it cannot be read now."""
 
 
 class WarmUpNow(msgspec.Struct, kw_only=True):
     """Pairs that have made a handoff."""
 
     enabled: bool
+    """As configured."""
     pairs: int = 0
+    """Of live workers."""
     pairs_warm: int = 0
+    """Of these, that have made one."""
     waiting_requests: int = 0
+    """Prompts for which no pair is warm yet."""
     failing: list[str] = []
     """Pairs that do not work, and why."""
 
@@ -220,11 +266,15 @@ class FilterNow(msgspec.Struct, kw_only=True):
     """The filter itself."""
 
     ready: bool
+    """As `/healthz` says."""
     why: str | None
     """Why it is not ready."""
     draining: bool
+    """It was told to stop."""
     version: str
+    """Of Baton."""
     uptime_s: float
+    """Since it started."""
     warm_up: WarmUpNow
     discovery: list[SourceNow]
     cache_servers: dict[str, str]
@@ -237,20 +287,24 @@ class Live(msgspec.Struct, kw_only=True):
     """All of it."""
 
     version: int = VERSION
+    """Of this format: grows when a field changes its meaning or goes."""
     at: float
     """Unix time at which this was made. It is made at most twice a second."""
     window_s: float
     """What rates and handoffs are counted over."""
     filter: FilterNow
     workers: list[WorkerNow]
+    """At most 1000."""
     workers_left_out: int
+    """How many more there are."""
     pairs: list[PairNow]
-    """Those with the most handoffs first."""
+    """At most 500, those with the most handoffs first."""
     pairs_left_out: int
+    """How many more had handoffs."""
     queue: QueueNow
     rates: RatesNow
     times: TimesNow
     targets: list[Target]
     history: History
     decisions: list[DecisionNow]
-    """The newest first."""
+    """At most 20, the newest first."""

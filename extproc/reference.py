@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from extproc import config
+from extproc import config, live_document
 from extproc.errors import CODES
 from extproc.handoff import Pair
 from extproc.handoff.nixl_pull import NixlPull
@@ -114,6 +114,38 @@ def _field_docs(section: Any) -> dict[str, str]:
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
             docs[field.target.id] = " ".join(str(ast.literal_eval(text.value)).split())
     return docs
+
+
+def live() -> str:
+    """Every field of the document of ``/live``."""
+    lines = [
+        _GENERATED,
+        "# /live\n",
+        "`GET /live` on the admin port gives what the [live page](observe.md#live-page) and `baton top` show, as one JSON",
+        "document; `baton top --json` prints it. It is made at most twice a second, however many ask. Every list has a limit,",
+        "so its size has one too, and nothing in it comes from a prompt or an answer. `version` grows when a field changes its",
+        "meaning or goes; new fields may come without.\n",
+    ]
+    return "\n".join(lines + _fields("", live_document.Live)) + "\n"
+
+
+def _fields(prefix: str, section: Any) -> list[str]:
+    documented = _field_docs(section)
+    rows: list[str] = []
+    below: dict[Any, list[str]] = {}
+    for field in msgspec.structs.fields(section):
+        name = f"{prefix}{field.name}"
+        nested = list(_sections_in(field.type))
+        for step, inner in nested:
+            below.setdefault(inner, []).append(f"{name}{step}")
+        if field.name in documented or not nested:
+            kind = _kind(field.type).replace("|", "\\|")
+            rows.append(f"| `{name}` | {kind} | {documented.get(field.name, '')} |")
+    lines = ["| field | type | meaning |", "|---|---|---|", *rows]
+    for inner, names in below.items():
+        doc = " ".join((inspect.getdoc(inner) or "").split())
+        lines += [f"\n## {', '.join(f'`{name}`' for name in names)}\n", f"{doc}\n", *_fields(f"{names[0]}.", inner)]
+    return lines
 
 
 def errors() -> str:
@@ -213,7 +245,13 @@ def _reasons() -> list[str]:
     ]
 
 
-PAGES = {"configuration.md": configuration, "errors.md": errors, "requests.md": requests, "metrics.md": metrics}
+PAGES = {
+    "configuration.md": configuration,
+    "errors.md": errors,
+    "requests.md": requests,
+    "metrics.md": metrics,
+    "live.md": live,
+}
 
 
 def main(directory: str) -> None:

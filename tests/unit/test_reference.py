@@ -10,7 +10,7 @@ import pytest
 from extproc.config import Config
 from extproc.errors import CODES
 from extproc.observe.logs import make_logger
-from extproc.reference import PAGES, configuration, errors, metrics
+from extproc.reference import PAGES, configuration, errors, live, metrics
 from extproc.server import Server
 
 CONFIG = {"workers": {"prefill": ["10.0.0.1:1"], "decode": ["10.0.0.2:1"]}, "cache_servers": ["10.0.0.3:8080"]}
@@ -25,6 +25,12 @@ def test_the_pages_are_what_the_code_says(name: str) -> None:
 def test_every_field_of_the_configuration_has_its_meaning_beside_it() -> None:
     rows = [line for line in configuration().splitlines() if line.startswith("| `")]
     assert len(rows) > 20
+    assert [row for row in rows if row.endswith("|  |")] == []
+
+
+def test_every_field_of_the_live_document_has_its_meaning_beside_it() -> None:
+    rows = [line for line in live().splitlines() if line.startswith("| `")]
+    assert len(rows) > 80
     assert [row for row in rows if row.endswith("|  |")] == []
 
 
