@@ -15,7 +15,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from extproc import envoy_yaml
-from extproc.config import Config, ConfigError, Envoy, Limits, Observe, Prefill, parse
+from extproc.config import Config, ConfigError, Envoy, Limits, Observe, Prefill, Tracing, parse
 from extproc.envoy_config import EXAMPLE, build
 from extproc.envoy_yaml import render
 from extproc.headers import (
@@ -126,8 +126,9 @@ def test_yaml_says_what_the_messages_say() -> None:
 
 def test_every_comment_finds_its_setting() -> None:
     left = dict(envoy_yaml._COMMENTS)
+    tracing = Tracing(endpoint="http://collector:4317")
     for settings in (EXAMPLE.envoy, Envoy(), Envoy(pin="original_dst"), Envoy(filter_down="round_robin")):
-        made = build(change(envoy=settings)).to_dict(casing=betterproto2.Casing.SNAKE)
+        made = build(change(envoy=settings, tracing=tracing)).to_dict(casing=betterproto2.Casing.SNAKE)
         unused = dict(envoy_yaml._COMMENTS)
         list(envoy_yaml._emit(made, 0, "", unused))
         left = {path: text for path, text in left.items() if path in unused}
@@ -159,6 +160,41 @@ def test_request_id_of_the_client_is_kept_and_returned() -> None:
     assert front["use_remote_address"] is True
     assert front["preserve_external_request_id"] is True
     assert front["always_set_request_id_in_response"] is True
+
+
+# --- traces -----------------------------------------------------------------------------------------------------------
+
+
+def test_without_tracing_envoy_knows_nothing_of_it() -> None:
+    assert "tracing" not in manager("front") and "request_id_extension" not in manager("front")
+    off = change(tracing=Tracing(endpoint="http://10.0.0.9:4317", envoy=False))
+    assert "collector" not in json.dumps(tree(off)["static_resources"]["clusters"])
+    assert "tracing" not in manager("front", off)
+
+
+@pytest.mark.parametrize(("protocol", "port"), [("grpc", 4317), ("http", 4318)])
+def test_the_real_envoy_takes_the_tracer(protocol: Any, port: int, tmp_path: Path) -> None:
+    file = tmp_path / "envoy.yaml"
+    tracing = Tracing(endpoint="http://collector.example", protocol=protocol, sample_ratio=0.25)
+    file.write_text(render(change(envoy=Envoy(), tracing=tracing)))
+    subprocess.run([str(find_envoy()), "--mode", "validate", "-c", str(file)], check=True, capture_output=True)
+    made = cluster("collector", change(tracing=tracing))
+    assert made["type"] == "STRICT_DNS"
+    [locality] = made["load_assignment"]["endpoints"]
+    address = locality["lb_endpoints"][0]["endpoint"]["address"]["socket_address"]
+    assert address == {"address": "collector.example", "port_value": port}
+
+
+def test_the_filter_may_set_the_trace_context_only_where_it_traces() -> None:
+    rule = ext_proc()["mutation_rules"]["allow_expression"]["regex"]
+    traced = ext_proc(change(tracing=Tracing(endpoint="http://c")))["mutation_rules"]["allow_expression"]["regex"]
+    assert re.fullmatch(rule, "traceparent") is None
+    assert re.fullmatch(traced, "traceparent") and re.fullmatch(traced, "x-request-id") and not re.fullmatch(traced, "host")
+
+
+def test_a_query_is_in_no_log_and_no_span() -> None:
+    text = json.dumps(tree(change(tracing=Tracing(endpoint="http://c"))))
+    assert "REQ(:path)" not in text and text.count("%PATH(NQ)") == 2
 
 
 def test_admin_port_is_loopback_only() -> None:
