@@ -249,7 +249,7 @@ def _headers(file: str | None) -> dict[str, str]:
             continue
         name, colon, value = line.partition(":")
         name, value = name.strip().lower(), value.strip()
-        if not colon or not name.isascii() or not value.isascii() or not value.isprintable() or not set(name) <= _NAME_CHARS:
+        if not colon or not name or not value.isascii() or not value.isprintable() or not set(name) <= _NAME_CHARS:
             raise ConfigError(f"tracing.headers_file: {file}:{number}: not `name: value`, or not in ASCII")
         headers[name] = value
     return headers
