@@ -16,7 +16,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -131,15 +130,18 @@ async def _gateway(settings: dict[str, Any]) -> Any:
             if name == "filter":
                 await _until_ready(child, f"http://127.0.0.1:{filter_admin}/healthz")
         await _until_served(children["envoy"], front)
-        yield front, dict(_processes(children))
+        yield front, _processes(children)
 
 
-def _processes(children: dict[str, Child]) -> Iterator[tuple[str, psutil.Process]]:
+def _processes(children: dict[str, Child]) -> dict[str, psutil.Process]:
+    """Envoy, the filter, and below it the process that watches streams."""
+    named: dict[str, psutil.Process] = {}
     for name in ("envoy", "filter"):
-        for pid in children[name].pids():
-            yield name, psutil.Process(pid)
-            for below in psutil.Process(pid).children(recursive=True):
-                yield ("watch" if "extproc.observe.stream_watch" in below.cmdline() else name), below
+        pids = children[name].pids()
+        family = [psutil.Process(pid) for pid in pids]
+        for process in {*family, *(below for each in family for below in each.children(recursive=True))}:
+            named["watch" if "extproc.observe.stream_watch" in process.cmdline() else name] = process
+    return named
 
 
 async def _until_ready(child: Child, url: str) -> None:
