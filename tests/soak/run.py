@@ -22,7 +22,7 @@ from tests.stack.harness import Stack
 
 LOOK_S = 5.0
 _TENANTS = 400
-_PROMPTS = 2_000
+_PROMPTS = 300
 _CHURN_S = 20.0
 _OPEN_MOST = 3_000
 _QUIET_S = 30.0

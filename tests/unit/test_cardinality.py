@@ -119,7 +119,14 @@ class World:
         warm_up = WarmUp(self.config, dispatcher, meeting, metrics=metrics, log=log, on_change=lambda: None)
         self.engines = Engines(metrics)
         self.fleet = Fleet(
-            self.config, dispatcher, warm_up=warm_up, engines=self.engines, metrics=metrics, log=log, on_change=lambda: None
+            self.config,
+            dispatcher,
+            warm_up=warm_up,
+            engines=self.engines,
+            metrics=metrics,
+            log=log,
+            own_headers={},
+            on_change=lambda: None,
         )
         self.filter = Filter(
             Parts(
