@@ -90,27 +90,29 @@ def _cost_us(work: Callable[[], object], times: int) -> float:
 
 def _request(metrics: Metrics, engines: Engines) -> Callable[[], None]:
     spent_s = [0.0001] * len(PHASES)
+    phases = [metrics.filter_phase_seconds.child(phase) for phase in PHASES]
+    held = ExitStack()  # every request has one, metrics or none
 
     def request() -> None:
-        with ExitStack() as held:
-            tenant = metrics.accounts.tenant("acme", "x-tenant")
-            metrics.decisions.inc("disaggregate", "handed_over", "default")
-            metrics.queue_wait_seconds.observe(0.2)
-            metrics.prefix_prompt_tokens.inc(by=1200)
-            metrics.prefix_predicted_tokens.inc(by=1000)
-            metrics.prefix_reported_tokens.inc(by=990)
-            metrics.prefill_seconds.observe(0.25, "ok")
-            metrics.handoff_age_seconds.observe(0.002)
-            metrics.handoffs.inc("nixl-pull", "10.0.0.1:8100", "10.0.0.2:8200")
-            metrics.handoff_blocks.observe(75)
-            sent = engines.recompute.sent("10.0.0.2:8200", 1200, handoff=True)
-            held.callback(setattr, sent, "ended_s", 1.0)
-            metrics.requests.inc("chat", "m", "default", "disaggregate", "handoff")
-            for phase, seconds in zip(PHASES, spent_s, strict=True):
-                metrics.filter_phase_seconds.observe(seconds, phase)
-            metrics.filter_seconds.observe(sum(spent_s))
-            metrics.accounts.note_prompt("m", tenant, 1200, 990)
-            metrics.accounts.note_completion("m", tenant, 300)
+        tenant = metrics.accounts.tenant("acme", "x-tenant")
+        metrics.decisions.inc("disaggregate", "handed_over", "default")
+        metrics.queue_wait_seconds.observe(0.2)
+        metrics.prefix_prompt_tokens.inc(by=1200)
+        metrics.prefix_predicted_tokens.inc(by=1000)
+        metrics.prefix_reported_tokens.inc(by=990)
+        metrics.prefill_seconds.observe(0.25, "ok")
+        metrics.handoff_age_seconds.observe(0.002)
+        metrics.handoffs.inc("nixl-pull", "10.0.0.1:8100", "10.0.0.2:8200")
+        metrics.handoff_blocks.observe(75)
+        sent = engines.recompute.sent("10.0.0.2:8200", 1200, handoff=True)
+        held.callback(setattr, sent, "ended_s", 1.0)
+        held.close()
+        metrics.requests.inc("chat", "m", "default", "disaggregate", "handoff")
+        for observe, seconds in zip(phases, spent_s, strict=True):
+            observe(seconds)
+        metrics.filter_seconds.observe(sum(spent_s))
+        metrics.accounts.note_prompt("m", tenant, 1200, 990)
+        metrics.accounts.note_completion("m", tenant, 300)
 
     return request
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -128,6 +128,17 @@ class Spread:
         counts = self._series.get(labels) or self._new(labels)
         counts.buckets[bisect_left(self.bounds, value)] += 1
         counts.total += value
+
+    def child(self, *labels: str) -> Callable[[float], None]:
+        """``observe`` for these label values, without looking them up."""
+        counts, bounds = self._series.get(labels) or self._new(labels), self.bounds
+        buckets = counts.buckets
+
+        def observe(value: float) -> None:
+            buckets[bisect_left(bounds, value)] += 1
+            counts.total += value
+
+        return observe
 
     def add(self, buckets: Mapping[float, float], total: float, *labels: str) -> None:
         """Samples that somebody else put into buckets: upper bound -> how many are in that one alone; ``total`` is their sum.

@@ -26,8 +26,12 @@ def test_a_histogram_is_written_as_the_library_writes_it() -> None:
     bounds = (0.005, 0.01, 0.25, 1, 10)
     spread = Spread(ours, "h", "x", ("role",), bounds=bounds)
     reference = Histogram("h", "x", ["role"], buckets=bounds, registry=theirs)
-    for value in (0, 0.005, 0.0050001, 0.2, 1, 9.99, 10, 11):
-        spread.observe(value, "decode")
+    child = spread.child("decode")
+    for number, value in enumerate((0, 0.005, 0.0050001, 0.2, 1, 9.99, 10, 11)):
+        if number % 2:
+            child(value)
+        else:
+            spread.observe(value, "decode")
         reference.labels("decode").observe(value)
     expected = {key: value for key, value in samples(theirs).items() if not key[0].endswith("_created")}
     assert samples(ours) == pytest.approx(expected)
