@@ -363,6 +363,23 @@ function showSide(role, workers, most, doc) {
     if (box.children[index] !== cell) box.insertBefore(cell, box.children[index] ?? null);
     fillCell(cell, worker, role, most);
   });
+  // One stop of the Tab key for a whole role; the arrow keys go on from there.
+  const all = [...box.children];
+  if (!all.some((cell) => cell.tabIndex === 0)) all[0].tabIndex = 0;
+}
+
+function walk(event) {
+  const cell = event.target.closest(".cell");
+  if (cell === null) return;
+  const all = [...cell.parentElement.children];
+  const across = all.filter((each) => each.offsetTop === all[0].offsetTop).length;
+  const at = all.indexOf(cell);
+  const to = { ArrowRight: at + 1, ArrowLeft: at - 1, ArrowDown: at + across, ArrowUp: at - across, Home: 0, End: all.length - 1 }[event.key];
+  if (to === undefined || all[to] === undefined) return;
+  event.preventDefault();
+  cell.tabIndex = -1;
+  all[to].tabIndex = 0;
+  all[to].focus();
 }
 
 function noWorkers(role, doc) {
@@ -378,7 +395,7 @@ function newCell(address) {
     fill: make("i"), number: make("b"),
   };
   const kvBar = make("div", { class: "bar kv" }, parts.kv);
-  const cell = make("button", { class: "cell", type: "button", "aria-pressed": "false", on: { click: () => choose(address) } },
+  const cell = make("button", { class: "cell", type: "button", tabindex: "-1", "aria-pressed": "false", on: { click: () => choose(address) } },
     make("span", { class: "tile" }, parts.fill, parts.number),
     make("div", { class: "line" }, parts.name, parts.state),
     make("div", { class: "bars" },
@@ -643,6 +660,14 @@ document.addEventListener("keydown", (event) => {
   closeDecision();
   show();
 });
+for (const role of ["prefill", "decode"]) {
+  $(`cells-${role}`).addEventListener("keydown", walk);
+  $(`cells-${role}`).addEventListener("click", (event) => { // the stop goes along with the pointer
+    const cell = event.target.closest(".cell");
+    if (cell === null) return;
+    for (const each of cell.parentElement.children) each.tabIndex = each === cell ? 0 : -1;
+  });
+}
 document.addEventListener("visibilitychange", () => {
   if (document.hidden) return;
   view.answeredMs = performance.now(); // nobody asked while nobody looked

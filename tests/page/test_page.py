@@ -290,6 +290,19 @@ async def test_everything_is_within_reach_of_the_keyboard(look: Any) -> None:
         assert await visit.page.evaluate("document.activeElement.classList.contains('cell')"), "a new document keeps the focus"
 
 
+async def test_a_hundred_workers_are_one_stop_of_the_tab_key_and_arrows_walk_among_them(look: Any) -> None:
+    async with a_world(100, 100).served() as address, look(address) as visit:
+        await visit.until("document.querySelectorAll('.cell').length === 200")
+        assert await visit.page.locator(".cell[tabindex='0']").count() == 2
+        await visit.page.locator("#cells-decode .cell[tabindex='0']").focus()
+        for key in ("ArrowRight", "ArrowDown", "ArrowLeft", "ArrowUp", "End"):
+            await visit.page.keyboard.press(key)
+        await visit.page.keyboard.press("Enter")
+        assert "10.0.1.100:8200" in await visit.text("#worker")
+        assert await visit.page.locator(".cell[tabindex='0']").count() == 2
+        await no_fault(visit)
+
+
 async def test_whoever_wants_no_motion_gets_none(look: Any) -> None:
     world = a_world()
     world.prompt(mode=Mode.DISAGGREGATE)

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import fcntl
 import io
 import json
 import os
+import pty
+import select
+import struct
 import subprocess
 import sys
+import termios
+import time
 from typing import Any
 
 import msgspec
@@ -105,8 +113,6 @@ def test_a_filter_that_cannot_be_reached_is_an_error_with_its_address() -> None:
 
 
 async def test_once_and_json_print_what_the_filter_says() -> None:
-    import asyncio
-
     world = World(2, 3)
     world.prompt()
     async with world.served() as address:
@@ -119,8 +125,6 @@ async def test_once_and_json_print_what_the_filter_says() -> None:
 
 
 async def test_an_answer_of_another_version_is_refused() -> None:
-    import asyncio
-
     world = World(1, 1)
     found = world.live.document()
     found.version = 99
@@ -129,3 +133,50 @@ async def test_an_answer_of_another_version_is_refused() -> None:
         ran = await asyncio.to_thread(top, "--admin", address, "--once")
     assert ran.returncode == 1
     assert "version 99" in ran.stderr.decode()
+
+
+class Terminal:
+    """`baton top` on a terminal of its own."""
+
+    def __init__(self, address: str, rows: int, columns: int) -> None:
+        self.pid, self.file = pty.fork()
+        if self.pid == 0:
+            # Without LINES and COLUMNS, which readline sets in pytest's own environment.
+            env = {"TERM": "xterm-256color", "PATH": os.environ["PATH"], "LANG": "C.UTF-8"}
+            os.execve(sys.executable, [sys.executable, "-m", "extproc", "top", "--admin", address], env)
+        self.resize(rows, columns)
+        self.seen = b""
+
+    def resize(self, rows: int, columns: int) -> None:
+        fcntl.ioctl(self.file, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
+    def until(self, wanted: bytes) -> None:
+        """Read until it has shown that."""
+        end_s = time.monotonic() + 30
+        while wanted not in self.seen:
+            ready, _, _ = select.select([self.file], [], [], max(0.0, end_s - time.monotonic()))
+            assert ready, self.seen[-2000:].decode(errors="replace")
+            self.seen += os.read(self.file, 65536)
+
+    def press(self, keys: bytes) -> int:
+        """The exit status that comes of it."""
+        os.write(self.file, keys)
+        with contextlib.suppress(OSError):  # the terminal is gone with its program
+            while part := os.read(self.file, 65536):
+                self.seen += part
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+@pytest.mark.parametrize("key", [b"q", b"\x03"], ids=["q", "Ctrl-C"])
+async def test_on_a_terminal_it_follows_the_pool_and_its_size_until_told_to_end(key: bytes) -> None:
+    world = World(2, 2)
+    async with world.served() as address:
+        terminal = await asyncio.to_thread(Terminal, address, 40, 120)
+        await asyncio.to_thread(terminal.until, b"10.0.1.2:8200")
+        world.pool.set_live(world["10.0.1.2:8200"], False)
+        await asyncio.to_thread(terminal.until, b"down")
+        terminal.seen = b""
+        terminal.resize(9, 70)
+        await asyncio.to_thread(terminal.until, b"more are not shown")
+        assert await asyncio.to_thread(terminal.press, key) == 0
+    assert terminal.seen.endswith(b"\x1b[?25h\x1b[?1049l"), "the cursor and the shell's screen are back"
