@@ -42,6 +42,9 @@ _WORTH_A_HIT = 0.1
 
 _SESSIONS = 100_000
 
+_CANDIDATES_KEPT = 8
+"""Of those that were weighed, so many are remembered with a decision."""
+
 _GROUPS = 1_000
 """Lists of candidates that are remembered until the pool changes."""
 
@@ -400,8 +403,25 @@ def decision(job: Job, chosen: Candidate, reason: str, candidates: list[Candidat
         prompt_tokens=job.tokens,
         cached_tokens=chosen.cached_decode_tokens if chosen.prefill is None else chosen.cached_prefill_tokens,
         terms=chosen.terms,
-        candidates=[chosen, *(each for each in candidates if each is not chosen)][:8],
+        candidates=_kept(chosen, candidates),
     )
+
+
+def _kept(chosen: Candidate, candidates: list[Candidate]) -> list[Candidate]:
+    """The choice, and the first of the others: of both kinds at least one, if both were weighed. Each pair once."""
+    kept, seen = [chosen], {(chosen.prefill, chosen.decode)}
+    both = False
+    for each in candidates:
+        pair = each.prefill, each.decode
+        other_kind = (each.prefill is None) != (chosen.prefill is None)
+        if pair in seen or (len(kept) == _CANDIDATES_KEPT and (both or not other_kind)):
+            continue
+        seen.add(pair)
+        both = both or other_kind
+        if len(kept) == _CANDIDATES_KEPT:
+            kept.pop()
+        kept.append(each)
+    return kept
 
 
 def _cost(candidate: Candidate) -> float:

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from extproc.routing.decision import Candidate, Terms
 from extproc.routing.endpoint_spec import EndpointSpec
 from extproc.routing.job import Mode, Objective
-from extproc.routing.picker import Hits, NoEndpointError, _idlest_and_warmest
+from extproc.routing.picker import Hits, NoEndpointError, _idlest_and_warmest, decision
 from extproc.routing.pool import Role
 from extproc.routing.prefix import Chain
 from extproc.routing.ticket import Ticket
@@ -456,3 +457,17 @@ def test_what_a_prompt_shares_with_a_placed_one_is_found_as_the_index_finds_it(
     w.router.index.insert("p0", placed_one)
     assert hits.learned(job, "p0", placed_one) is (hits.tokens.get("p0", 0) > before)
     assert hits.tokens == w.router.scales.hits(Ticket(job)).tokens
+
+
+def test_what_is_kept_of_a_decision_has_both_kinds_and_no_pair_twice() -> None:
+    def weighed(prefill: str | None, number: int) -> Candidate:
+        return Candidate(prefill=prefill, decode=f"d{number}", cost=float(number), terms=Terms())
+
+    job = World().job(4000)
+    pairs = [weighed("p0", number) for number in range(12)]
+    alone = [weighed(None, 20), weighed(None, 21)]
+    kept = decision(job, weighed("p0", 3), "cost", [*pairs, *alone]).candidates
+    assert [(each.prefill, each.decode) for each in kept] == [("p0", f"d{number}") for number in (3, 0, 1, 2, 4, 5, 6)] + [
+        (None, "d20")
+    ]
+    assert [each.decode for each in decision(job, alone[0], "cost", alone).candidates] == ["d20", "d21"]
