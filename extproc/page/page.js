@@ -144,7 +144,7 @@ function showState() {
     const why = view.fault === null ? "" : ` (${view.fault})`;
     notices.push(["bad", stale
       ? `The filter has not answered for ${span(silentMs / 1000)}${why}. What you see is from ${clock(doc.at)}. ` +
-        "Is it running? Its log says why it ended."
+        "Is it running? If it ended, its log says why."
       : `The filter does not answer${why}. Is it running, and is this its admin port?`]);
   } else if (doc !== null) {
     const filter = doc.filter;

@@ -216,14 +216,16 @@ async def test_dark_and_light_differ_and_both_can_be_read(look: Any) -> None:
 
 async def test_a_filter_that_goes_away_and_comes_back_is_said_loudly(look: Any) -> None:
     world = a_world()
+    world.prompt(mode=Mode.DISAGGREGATE)
     async with world.served() as address, look(address) as visit:
-        await visit.until("document.querySelectorAll('.cell').length === 5")
+        await visit.until("document.querySelector('.flow-move') !== null")
         await visit.page.route("**/live", lambda route: route.abort())
         await visit.until("document.body.classList.contains('stale')")
         assert await visit.text("#state") == "No answer"
         assert "has not answered for" in await visit.text("#notices")
         assert await visit.page.locator(".cell").count() == 5, "what was known is still there"
         assert float(await visit.color("main", "opacity")) < 1
+        assert await visit.color(".flow-move", "animationPlayState") == "paused"
         await visit.page.unroute("**/live")
         await visit.until("!document.body.classList.contains('stale')")
         assert await visit.text("#state") == "Ready"
