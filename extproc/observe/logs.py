@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -86,8 +87,7 @@ def _with_level(_logger: Any, method: str, event: Any) -> Any:
 
 
 def _with_exception(_logger: Any, _method: str, event: Any) -> Any:
-    told = event.pop("exc_info", None)
-    if told:
+    if "exc_info" in event and (told := event.pop("exc_info")):
         error = told if isinstance(told, BaseException) else sys.exc_info()[1]
         if error is not None:
             event["exception"] = list(_frames(error))
@@ -135,25 +135,28 @@ _EVENT_CHARS: Final = 16
 
 
 def _text(_logger: Any, _method: str, event: Any, *, colour: bool) -> bytes:
-    level, name = event.pop("level"), f"{event.pop('event'):<{_EVENT_CHARS}}"
+    level, name, now = event.pop("level"), event.pop("event"), _now()
     frames = event.pop("exception", ())
-    equals = f"{_PLAIN}=" if colour else "="
-    before = _DIM if colour else ""
-    parts = [f"{before}{key}{equals}{_word(value)}" for key, value in event.items()]
-    head = f"{_now()} {level:<7} {name}"
+    before, equals = (_DIM, f"{_PLAIN}=") if colour else ("", "=")
     if colour:
-        head = f"{_DIM}{_now()}{_PLAIN} {_COLOURS.get(level, '')}{level:<7}{_PLAIN} {_BOLD}{name}{_PLAIN}"
-    lines = [" ".join((head, *parts)), *(f"    {shown(frame)}" for frame in frames)]
-    return "\n".join(lines).encode()
+        parts = [f"{_DIM}{now}{_PLAIN} {_COLOURS.get(level, '')}{level:<7}{_PLAIN} {_BOLD}{name:<{_EVENT_CHARS}}{_PLAIN}"]
+    else:
+        parts = [f"{now} {level:<7} {name:<{_EVENT_CHARS}}"]
+    for key, value in event.items():
+        kind = type(value)
+        if kind not in _NUMBERS:
+            value = value if kind is str else str(value)
+            if not _WORD(value):
+                value = json.dumps(shown(value), ensure_ascii=False)
+        parts.append(f"{before}{key}{equals}{value}")
+    text = " ".join(parts)
+    return "\n".join((text, *(f"    {shown(frame)}" for frame in frames))).encode() if frames else text.encode()
 
 
-def _word(value: Any) -> str:
-    if type(value) is not str:
-        value = str(value)
-    value = shown(value)
-    # Quoted where it could be read as more than one word.
-    plain = value and not any(char in value for char in ' "=')
-    return value if plain else json.dumps(value, ensure_ascii=False)
+_NUMBERS: Final = frozenset((int, float, bool, type(None)))
+
+_WORD: Final = re.compile(r"[!#-<>-~]{1,200}").fullmatch
+"""Of printable ASCII, without a space, a quote or an equals sign: what needs no quotes."""
 
 
 # --- the time ---------------------------------------------------------------------------------------------------------
