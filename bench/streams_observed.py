@@ -41,7 +41,7 @@ _OFF: dict[str, Any] = {"envoy": {"stats": False, "stream_tokens": False, "acces
 _MODES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("nothing", _OFF),
     ("+ statistics in Envoy", {**_OFF, "envoy": {**_OFF["envoy"], "stats": True}}),
-    ("+ tokens (sse_to_metadata)", {**_OFF, "envoy": {**_OFF["envoy"], "stats": True, "stream_tokens": True}}),
+    ("+ tokens (Lua)", {**_OFF, "envoy": {**_OFF["envoy"], "stats": True, "stream_tokens": True}}),
     ("+ access log to the filter", {"observe": {"sample": 0}}),
     ("+ 1 % of the streams watched", {"observe": {"sample": 0.01}}),
     ("+ all of the streams watched", {"observe": {"sample": 1.0, "max_streams": 1000}}),

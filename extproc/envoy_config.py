@@ -28,14 +28,11 @@ from envoy_data_plane.envoy.extensions.access_loggers.grpc import v3 as grpc_log
 from envoy_data_plane.envoy.extensions.access_loggers.stats import v3 as stats
 from envoy_data_plane.envoy.extensions.access_loggers.stream import v3 as stream
 from envoy_data_plane.envoy.extensions.common.matching import v3 as matching
-from envoy_data_plane.envoy.extensions.content_parsers.json import v3 as json_parser
 from envoy_data_plane.envoy.extensions.filters.http.composite import v3 as composite
 from envoy_data_plane.envoy.extensions.filters.http.ext_proc import v3 as ext_proc
 from envoy_data_plane.envoy.extensions.filters.http.header_to_metadata import v3 as header_to_metadata
-from envoy_data_plane.envoy.extensions.filters.http.json_to_metadata import v3 as json_to_metadata
 from envoy_data_plane.envoy.extensions.filters.http.lua import v3 as lua
 from envoy_data_plane.envoy.extensions.filters.http.router import v3 as router
-from envoy_data_plane.envoy.extensions.filters.http.sse_to_metadata import v3 as sse_to_metadata
 from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager import v3 as hcm
 from envoy_data_plane.envoy.extensions.http.early_header_mutation.header_mutation import v3 as early
 from envoy_data_plane.envoy.extensions.load_balancing_policies.override_host import v3 as override_host
@@ -55,7 +52,7 @@ from envoy_data_plane.google import protobuf
 from envoy_data_plane.xds.core import v3 as xds_core
 from envoy_data_plane.xds.type.matcher import v3 as xds_matcher
 
-from extproc import filter_down
+from extproc import filter_down, stream_tokens
 from extproc.config import BODY_HEADROOM_BYTES, Address, Config, ConfigError, Envoy, Prefill, Tracing, Workers, collector
 from extproc.filter_down import OPEN_HEADER
 from extproc.headers import (
@@ -72,6 +69,7 @@ from extproc.headers import (
     WATCH_KEY,
 )
 from extproc.observe.log_lines import GENERATION_TAG, TTFT_TAG
+from extproc.stream_tokens import USAGE_KEYS
 from extproc.xds import endpoints_file
 
 RUN_DIRECTORY = "/run/baton"
@@ -390,24 +388,8 @@ def _counts_tokens(settings: Envoy) -> bool:
 
 def _usage() -> hcm.HttpFilter:
     """Token counts of a streamed answer, where it states them, as metadata."""
-    rules = [
-        json_parser.JsonContentParserRuleConfig(
-            rule=json_to_metadata.JsonToMetadataRule(
-                selectors=[json_to_metadata.JsonToMetadataSelector(key=part) for part in ("usage", key)],
-                on_present=json_to_metadata.JsonToMetadataKeyValuePair(
-                    metadata_namespace=USAGE_NAMESPACE, key=key, type=json_to_metadata.JsonToMetadataValueType.NUMBER
-                ),
-            )
-        )
-        for key in _USAGE_KEYS
-    ]
-    parser = _extension("envoy.content_parsers.json", json_parser.JsonContentParser(rules=rules))
-    return _http_filter(
-        "envoy.filters.http.sse_to_metadata",
-        sse_to_metadata.SseToMetadata(
-            response_rules=sse_to_metadata.SseToMetadataProcessingRules(content_parser=parser, max_event_size=_MAX_EVENT_BYTES)
-        ),
-    )
+    source = core.DataSource(inline_string=stream_tokens.script())
+    return _http_filter("envoy.filters.http.lua.stream_tokens", lua.Lua(default_source_code=source))
 
 
 def _mutation_rules(*, traced: bool) -> mutation_rules.HeaderMutationRules:
@@ -678,11 +660,6 @@ _HISTOGRAMS = {"ttft_ms": _TTFT_MS, "generation_ms": _GENERATION_MS}
 
 _TAGS = ("model", "policy", "mode")
 
-# Names of the counts in the `usage` of a chunk, of chat completions and of completions alike.
-_USAGE_KEYS = ("prompt_tokens", "completion_tokens")
-# One event of a stream may hold log probabilities, or the token ids of a long prompt.
-_MAX_EVENT_BYTES = 1 << 20
-
 _LOG_FIELDS = {
     "time": "%START_TIME%",
     "request_id": "%REQ(x-request-id):128%",
@@ -736,7 +713,7 @@ def _stats_logs(*, tokens: bool) -> list[accesslog.AccessLog]:
         for name, value in _HISTOGRAMS.items()
     ]
     stated = [
-        stats.ConfigCounter(stat=_stat(key), value_format=f"%DYNAMIC_METADATA({USAGE_NAMESPACE}:{key})%") for key in _USAGE_KEYS
+        stats.ConfigCounter(stat=_stat(key), value_format=f"%DYNAMIC_METADATA({USAGE_NAMESPACE}:{key})%") for key in USAGE_KEYS
     ]
     requests = stats.ConfigCounter(
         stat=_stat("requests", stats.ConfigTag(name="code", value_format="%RESPONSE_CODE%")), value_fixed=1

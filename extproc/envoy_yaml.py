@@ -81,11 +81,11 @@ _COMMENTS: Mapping[str, str] = {
         "the filter is away it drops lines, counts them (`access_logs.grpc_access_log.logs_dropped`), and goes on."
     ),
     "http_grpc.typed_config.common_config.custom_tags": "The log's own times end at the headers of the answer.",
-    "filters.http.sse_to_metadata": (
-        "Reads `usage` from the events of a stream as they pass. Envoy calls this filter work in progress; "
-        "`envoy.stream_tokens: false` leaves it out."
+    "filters.http.lua.stream_tokens": (
+        "Reads the token counts at the end of a stream (`usage`), if it has them; `envoy.stream_tokens: false` leaves it out. "
+        "Chunks pass as they come. Not `sse_to_metadata`: an event whose data is a bare JSON number, string or null ends Envoy "
+        "1.40."
     ),
-    "max_event_size": "A longer event is passed on unread. Log probabilities can make one long.",
     "http_filters.envoy.filters.http.composite": (
         "The chunks of a sampled answer are shown to the process that watches them. The filter marks such a request in the "
         "metadata; for all others this is one look-up, and no stream is opened."

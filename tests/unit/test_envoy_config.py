@@ -366,7 +366,7 @@ def test_only_the_filter_can_name_the_decode_worker() -> None:
     }
     assert [item["name"] for item in manager("front")["http_filters"]] == [
         "envoy.filters.http.ext_proc",
-        "envoy.filters.http.sse_to_metadata",
+        "envoy.filters.http.lua.stream_tokens",
         "envoy.filters.http.composite",
         "envoy.filters.http.router",
     ]
@@ -435,7 +435,7 @@ def test_without_the_filter_only_marked_requests_go_on_and_no_client_can_mark_on
     assert [item["name"] for item in front["http_filters"]] == [
         "envoy.filters.http.ext_proc",
         "envoy.filters.http.lua",
-        "envoy.filters.http.sse_to_metadata",
+        "envoy.filters.http.lua.stream_tokens",
         "envoy.filters.http.composite",
         "envoy.filters.http.router",
     ]
@@ -559,7 +559,7 @@ def test_everything_that_observes_can_be_switched_off() -> None:
     assert filters(off) == ["ext_proc", "router"]
     assert [item["name"] for item in tree(off)["static_resources"]["clusters"]] == ["decode", "prefill", "extproc"]
     without_tokens = change(envoy=Envoy(stream_tokens=False))
-    assert "sse_to_metadata" not in filters(without_tokens)
+    assert "lua.stream_tokens" not in filters(without_tokens)
     assert list(logs(without_tokens)) == ["stdout", "stats.times", "stats.requests", "http_grpc"]
 
 
