@@ -50,6 +50,8 @@ _LOOPBACK = "127.0.0.1"
 _WORKER_GRACE_S = 3.0
 """An idle vLLM ends within half a second; one that is still starting does not listen to SIGTERM at all."""
 
+_ADMIN_PORT = 9003
+
 _INTERRUPTED = 130
 _FAILED = 1
 _BAD_OPTIONS = 2
@@ -124,7 +126,8 @@ def _run(options: UpOptions, envoy: Path, run_dir: Path, console: Console) -> in
     parts: list[Part] = []
     up = False
     try:
-        names = _start(options, envoy, run_dir, console, parts)
+        admin = _admin_address()
+        names = _start(options, envoy, run_dir, console, parts, admin)
         with Progress(console, parts, options.start_timeout_s) as progress:
             while not progress.look():
                 time.sleep(POLL_S)
@@ -139,7 +142,8 @@ def _run(options: UpOptions, envoy: Path, run_dir: Path, console: Console) -> in
         )
         up = True
         if not options.once:
-            console.print("\nUp. Ctrl-C ends it all.")
+            console.print(f"\nLive page: http://{admin}/  ·  in a terminal: baton top --admin http://{admin}", highlight=False)
+            console.print("Up. Ctrl-C ends it all.")
             stay(parts)
         return 0
     except (UpError, PartError, ConfigError, model.ModelError, OSError) as error:
@@ -174,7 +178,12 @@ def _check_engine() -> None:
 # --- the parts --------------------------------------------------------------------------------------------------------
 
 
-def _start(options: UpOptions, envoy: Path, run_dir: Path, console: Console, parts: list[Part]) -> dict[str, str]:
+def _admin_address() -> str:
+    """The filter's admin port: its usual one, where that is free."""
+    return f"{_LOOPBACK}:{_ADMIN_PORT if port_fault(_LOOPBACK, _ADMIN_PORT) is None else free_ports(1, _LOOPBACK)[0]}"
+
+
+def _start(options: UpOptions, envoy: Path, run_dir: Path, console: Console, parts: list[Part], admin: str) -> dict[str, str]:
     """Start every part, appending it to ``parts`` at once, so that the caller can stop what there is.
 
     Returns the names of the workers by their addresses.
@@ -186,7 +195,7 @@ def _start(options: UpOptions, envoy: Path, run_dir: Path, console: Console, par
     if options.model == model.SMOLLM2 and not simulated:
         console.print("Preparing the model (converted once, which takes about half a minute) …")
     source = options.model if simulated else model.resolve(options.model, options.cache_dir)
-    ports = iter(free_ports(2 * len(roles) + 2, _LOOPBACK))
+    ports = iter(free_ports(2 * len(roles) + 1, _LOOPBACK))
     shares = cores.spread(len(roles), cores.usable())
     specs = [
         vllm.WorkerSpec(
@@ -208,7 +217,7 @@ def _start(options: UpOptions, envoy: Path, run_dir: Path, console: Console, par
         prefill=[f"{spec.host}:{spec.port}" for spec in specs if spec.role == "prefill"],
         decode=[f"{spec.host}:{spec.port}" for spec in specs if spec.role == "decode"],
         listen=f"{options.host}:{options.port}",
-        admin=f"{_LOOPBACK}:{next(ports)}",
+        admin=admin,
         envoy_admin=f"{_LOOPBACK}:{next(ports)}",
         lease_s=specs[0].kv_lease_s,
     )
