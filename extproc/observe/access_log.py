@@ -67,6 +67,8 @@ class AccessLog:
         self._names = (f"{os.urandom(4).hex()}-{number}" for number in itertools.count())
         self._notes: dict[str, Note] = {}
         self._ended: deque[tuple[float, str]] = deque()
+        self._unnamed: deque[float] = deque()
+        """When lines came of clients that left before Envoy had read what the filter noted: one each for a request of ours."""
         self._closing = asyncio.Event()
         self.streams = 0
         """Envoys (or rather their threads) that are connected."""
@@ -143,6 +145,8 @@ class AccessLog:
             note = self._notes.pop(line.key, None)
             if note is None:
                 self.foreign += 1
+                if not line.key and line.outcome == "client_gone":
+                    self._unnamed.append(self._clock())
                 note = Note(key=line.key, tags=_foreign(line))
             note.reported = True
             self._told(line, note)
@@ -157,6 +161,9 @@ class AccessLog:
             if note is not None:
                 lost += 1
                 self._on_lost(note)
+        while self._unnamed and (lost or self._unnamed[0] <= now_s - 2 * LATE_S):
+            lost -= bool(lost)
+            self._unnamed.popleft()
         if lost:
             self.lost += lost
             self._log.warning("access_log_lines_lost", lines=lost, connected=self.streams)

@@ -165,6 +165,25 @@ def test_a_line_that_does_not_come_is_lost_and_counted_once() -> None:
     assert world.log.lost == 2
 
 
+def test_a_client_that_left_before_envoy_knew_the_name_of_its_request_is_no_loss() -> None:
+    world = World()
+    for note in [world.log.begin() for _ in range(3)]:
+        world.log.end(note)
+    gone = entry("", 0, "downstream_remote_disconnect", "downstream_connection_termination")
+    world.log.take(message(gone, gone, entry("", 400)))
+    world.later(LATE_S + 1)
+    assert world.log.lost == 1, "two lines of clients that left are those of two of the three"
+
+
+def test_such_a_line_does_not_hide_a_loss_much_later() -> None:
+    world = World()
+    world.log.take(message(entry("", 0, "downstream_remote_disconnect", "downstream_connection_termination")))
+    world.later(2 * LATE_S + 1)
+    world.log.end(world.log.begin())
+    world.later(LATE_S + 1)
+    assert world.log.lost == 1
+
+
 def test_where_no_log_is_configured_nothing_is_missed() -> None:
     world = World(expected=False)
     world.log.end(world.log.begin())
