@@ -149,7 +149,7 @@ def _text(_logger: Any, _method: str, event: Any, *, colour: bool) -> bytes:
             if not _WORD(value):
                 value = json.dumps(shown(value), ensure_ascii=False)
         parts.append(f"{before}{key}{equals}{value}")
-    text = " ".join(parts)
+    text = " ".join(parts) if len(parts) > 1 else parts[0].rstrip()
     return "\n".join((text, *(f"    {shown(frame)}" for frame in frames))).encode() if frames else text.encode()
 
 

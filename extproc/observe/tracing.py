@@ -240,11 +240,16 @@ class _Complaint:
 
 
 def _headers(file: str | None) -> dict[str, str]:
-    """For the collector. Raises ConfigError, which does not show the file's text, and OSError."""
+    """For the collector. Raises ConfigError, which does not show the file's text."""
     if file is None:
         return dict(parse_env_headers(os.environ.get("OTEL_EXPORTER_OTLP_HEADERS", ""), liberal=True))
     headers: dict[str, str] = {}
-    for number, line in enumerate(Path(file).read_text(encoding="utf-8").splitlines(), 1):
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise ConfigError(f"tracing.headers_file: {file}: {reason}") from None
+    for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
         name, colon, value = line.partition(":")

@@ -225,6 +225,16 @@ async def test_a_faulty_file_of_headers_is_named_without_its_text(tmp_path: Path
     assert f"{file}:2" in str(caught.value) and "s3cret" not in str(caught.value)
 
 
+async def test_a_file_of_headers_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    settings = Settings(endpoint="http://127.0.0.1:1", headers_file=str(file), envoy=False)
+    with pytest.raises(ConfigError, match=f"tracing.headers_file: {re.escape(str(file))}: No such file"):
+        open_tracing(settings, count=lambda *_: None, log=make_logger("info", io.StringIO()))
+    file.write_bytes(b"x: \xff")
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        open_tracing(settings, count=lambda *_: None, log=make_logger("info", io.StringIO()))
+
+
 @pytest.mark.parametrize("request_id", ["plain-Id_1.2", "", "x" * 500, "a:b;c,d \n\x00ü"])
 def test_the_id_of_a_prefill_call_is_unique_and_harmless_and_begins_with_the_requests(request_id: str) -> None:
     first, second = leg_id(request_id), leg_id(request_id)
