@@ -287,6 +287,9 @@ class Envoy(_Section, frozen=True, kw_only=True):
     stats: bool = True
     """TTFT, generation, tokens and requests by model, policy and mode, at Envoy's own `/stats/prometheus`. See
     [observe](observe.md)."""
+    stats_listen: str | None = None
+    """Where `GET /stats/prometheus` of Envoy's admin port is served to others, and nothing else of it: for a Prometheus that is
+    elsewhere. null: nowhere."""
     access_log: bool = True
     """Envoy reports every request to the filter when it is over, in batches: its times, its end as the client saw it, its
     worker. The filter works without it, but then knows no TTFT and no client that left during an answer."""
@@ -391,6 +394,7 @@ class Config(_Section, frozen=True, kw_only=True):
             ("admin", self.admin),
             ("envoy.listen", self.envoy.listen),
             ("envoy.admin", self.envoy.admin),
+            *((("envoy.stats_listen", self.envoy.stats_listen),) if self.envoy.stats_listen is not None else ()),
             *((("observe.listen", self.observe.listen),) if self.observe.listen is not None else ()),
             *((("prefill.via", self.prefill.via),) if self.prefill.via != "direct" else ()),
         ):

@@ -122,6 +122,7 @@ _COMMENTS: Mapping[str, str] = {
     "request_id_extension": "A client's request id stays as it is, and has no part in sampling: that is the sampler's.",
     "sampler.typed_config": "As the caller has decided; this share of those that nobody has decided about.",
     "mutation_rules": "What the filter may change. Anything else is a bug and fails the request.",
+    "listeners.stats": "Statistics for a Prometheus elsewhere: one page of the admin port, and nothing else of it.",
     "listeners.prefill_loop": "The filter makes its prefill calls here, for Envoy's connection pools and statistics.",
     "prefill_loop.address.pipe.mode": "0660: the filter runs as the same user, or in the same group.",
     "mappers.0.headers_to_add": "Tells the filter Envoy's own errors from a worker's.",

@@ -26,6 +26,7 @@ from tests.stack.harness import Stack
 from tests.stack.test_errors import PROMPT
 from tests.stack.test_legs import post
 from tests.stack.test_streams import connect, request_bytes, until
+from workers.ready import free_ports
 from workers.sim.faults import Fault
 from workers.sim.main import SimOptions
 
@@ -351,6 +352,25 @@ async def test_without_the_access_log_requests_go_on_and_the_filter_says_what_is
             said = (await response.json())["access_log"]
         assert said["state"] == "off"
         assert "TTFT" in said["without_it"]
+
+
+async def test_prometheus_reaches_envoys_statistics_and_nothing_else_of_its_admin_port() -> None:
+    [port] = free_ports(1)
+    async with Stack(settings={"envoy": {"stats_listen": f"127.0.0.1:{port}"}}) as stack:
+        assert (await post(stack, "/v1/completions", PROMPT))[0] == 200
+        async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session:
+            async with session.get("/stats/prometheus?usedonly") as response:
+                assert response.status == 200
+                assert "envoy_baton_requests{" in await response.text()
+            for method, path in (
+                ("GET", "/stats"),
+                ("GET", "/config_dump"),
+                ("POST", "/quitquitquit"),
+                ("POST", "/stats/prometheus"),
+            ):
+                async with session.request(method, path) as response:
+                    assert response.status == 404, path
+        assert stack.envoy.poll() is None
 
 
 async def hang(request: web.Request, _: bytes) -> web.StreamResponse:

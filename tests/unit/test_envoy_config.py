@@ -88,8 +88,21 @@ def ext_proc(config: Config = EXAMPLE) -> dict[str, Any]:
         change(envoy=Envoy(pin="original_dst")),
         change(envoy=Envoy(filter_down="round_robin")),
         change(envoy=Envoy(stats=False, access_log=False), observe=Observe(sample=0)),
+        change(envoy=Envoy(stats_listen="0.0.0.0:9902")),
     ],
-    ids=["unix", "direct", "tcp", "ipv6", "name", "limits", "grpc", "original_dst", "filter_down", "unobserved"],
+    ids=[
+        "unix",
+        "direct",
+        "tcp",
+        "ipv6",
+        "name",
+        "limits",
+        "grpc",
+        "original_dst",
+        "filter_down",
+        "unobserved",
+        "stats_listen",
+    ],
 )
 def test_the_real_envoy_accepts_it(config: Config, tmp_path: Path) -> None:
     eds = tmp_path / "eds"
@@ -127,7 +140,12 @@ def test_yaml_says_what_the_messages_say() -> None:
 def test_every_comment_finds_its_setting() -> None:
     left = dict(envoy_yaml._COMMENTS)
     tracing = Tracing(endpoint="http://collector:4317")
-    for settings in (EXAMPLE.envoy, Envoy(), Envoy(pin="original_dst"), Envoy(filter_down="round_robin")):
+    for settings in (
+        EXAMPLE.envoy,
+        Envoy(stats_listen="[::]:9902"),
+        Envoy(pin="original_dst"),
+        Envoy(filter_down="round_robin"),
+    ):
         made = build(change(envoy=settings, tracing=tracing)).to_dict(casing=betterproto2.Casing.SNAKE)
         unused = dict(envoy_yaml._COMMENTS)
         list(envoy_yaml._emit(made, 0, "", unused))
@@ -547,6 +565,14 @@ def test_common_limits_of_ttft_and_itl_are_bounds_of_buckets() -> None:
     assert settings["match"] == {"prefix": "baton."}
     assert {45.0, 2500.0} <= set(settings["buckets"])
     assert settings["buckets"] == sorted(settings["buckets"])
+
+
+def test_of_the_admin_port_others_can_reach_the_statistics_alone() -> None:
+    config = change(envoy=Envoy(stats_listen="0.0.0.0:9902"))
+    [page] = manager("stats", config)["route_config"]["virtual_hosts"][0]["routes"]
+    assert page["match"] == {"path": "/stats/prometheus", "headers": [{"name": ":method", "string_match": {"exact": "GET"}}]}
+    assert listener("stats", config)["address"]["socket_address"] == {"address": "0.0.0.0", "port_value": 9902}
+    assert [each["name"] for each in tree()["static_resources"]["listeners"]] == ["front", "prefill_loop"], "off by default"
 
 
 def filters(config: Config) -> list[str]:
