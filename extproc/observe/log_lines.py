@@ -39,6 +39,8 @@ closed the connection before one. ``timeout``: no answer, or a silence that was 
 ``refused``: the filter answered by itself. ``client_error``, ``worker_error``: the worker's answer, 4xx or 5xx.
 ``gateway_error``: any other error of Envoy's own."""
 
+_ID_CHARS = 128
+
 # Envoy's flags (short names as in its text log), the ones that say most first.
 _FLAGS: tuple[tuple[str, str, Outcome], ...] = (
     ("downstream_connection_termination", "DC", "client_gone"),
@@ -119,7 +121,7 @@ def _line(entry: Any) -> Line:
     found = [row for row in _FLAGS if getattr(common.response_flags, row[0])]
     return Line(
         key=tags.pop(ID_KEY, ""),
-        request_id=request.request_id,
+        request_id=request.request_id[:_ID_CHARS],  # a client may have chosen it
         tags=tags,
         status=status,
         flags=tuple(row[1] for row in found),
