@@ -28,6 +28,8 @@ LATE_S: Final = 10.0
 
 _MAX_NOTES = 200_000
 """Requests of which a line is awaited; of others nobody would notice that it is missing."""
+_TELL_S = 60.0
+"""At least so long from one word about lost lines to the next."""
 _QUIET_S = 1.5
 """Longer than Envoy keeps a batch."""
 
@@ -69,6 +71,7 @@ class AccessLog:
         self._ended: deque[tuple[float, str]] = deque()
         self._unnamed: deque[float] = deque()
         """When lines came of clients that left before Envoy had read what the filter noted: one each for a request of ours."""
+        self._untold, self._told_again_s = 0, clock()
         self._closing = asyncio.Event()
         self.streams = 0
         """Envoys (or rather their threads) that are connected."""
@@ -166,7 +169,11 @@ class AccessLog:
             self._unnamed.popleft()
         if lost:
             self.lost += lost
-            self._log.warning("access_log_lines_lost", lines=lost, connected=self.streams)
+            self._untold += lost
+        if self._untold and now_s >= self._told_again_s:
+            self._told_again_s = now_s + _TELL_S
+            self._log.warning("access_log_lines_lost", lines=self._untold, connected=self.streams)
+            self._untold = 0
 
     async def close(self, quiet: Callable[[], bool]) -> None:
         """End the streams once no request is open (``quiet``) and the last lines are here, or have had their time."""

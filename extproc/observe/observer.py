@@ -184,6 +184,7 @@ class Observer:
 
     async def run(self) -> None:
         """Watch streams, and look for what is overdue, until cancelled."""
+        self._log.info("observing", **self.status())
         watching = None if self.watcher is None else asyncio.ensure_future(self.watcher.run())
         try:
             while True:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 from typing import Any
 
 import pytest
@@ -212,3 +214,15 @@ def test_the_state_says_what_is_missing_without_envoy() -> None:
     status = World().log.status()
     assert status["state"] == "awaited"
     assert "TTFT" in status["without_it"]
+
+
+def test_lost_lines_are_told_once_a_minute_with_their_number() -> None:
+    out = io.StringIO()
+    world = World()
+    world.log._log = make_logger("warning", out)
+    for _ in range(90):
+        world.log.end(world.log.begin())
+        world.later(1)
+    said = [json.loads(line) for line in out.getvalue().splitlines()]
+    assert [each["event"] for each in said] == ["access_log_lines_lost"] * 2
+    assert (said[0]["lines"], said[1]["lines"]) == (1, 60)
