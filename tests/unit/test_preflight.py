@@ -1,4 +1,4 @@
-"""What a preflight finds on recorded nodes. Each case says in words what must be found; tests/cases/preflight/*.yaml.
+"""What a preflight finds on recorded nodes. Each case says in words what must be found; tests/unit/preflight_nodes/*.yaml.
 
 The trees were written by hand after the formats of /proc, /sys and the commands: no such hardware was at hand.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.cases.preflight import Case, load, names
+from tests.unit.preflight_nodes import Case, load, names
 from workers.preflight import Measurement, Outcome, Report, Severity, run
 from workers.preflight.findings import Sample
 from workers.preflight.runner import Output, SystemRunner

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from extproc.cli import app
 from extproc.cli_preflight import before_start, model_of
-from tests.cases.preflight import load
+from tests.unit.preflight_nodes import load
 from workers import preflight
 from workers.preflight import Ask
 from workers.preflight.of_worker import ask_of
