@@ -41,7 +41,7 @@ _OFF: dict[str, Any] = {"envoy": {"stats": False, "stream_tokens": False, "acces
 _MODES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("nothing", _OFF),
     ("+ statistics in Envoy", {**_OFF, "envoy": {**_OFF["envoy"], "stats": True}}),
-    ("+ tokens (Lua)", {**_OFF, "envoy": {**_OFF["envoy"], "stats": True, "stream_tokens": True}}),
+    ("+ tokens, where clients ask", {**_OFF, "envoy": {**_OFF["envoy"], "stats": True, "stream_tokens": True}}),
     ("+ access log to the filter", {"observe": {"sample": 0}}),
     ("+ 1 % of the streams watched", {"observe": {"sample": 0.01}}),
     ("+ all of the streams watched", {"observe": {"sample": 1.0, "max_streams": 1000}}),
@@ -192,7 +192,8 @@ def _cpu_s(process: psutil.Process) -> float:
 async def _stream(port: int, tokens: int, delay_s: float = 0.0) -> list[tuple[float, float]]:
     """(when it was due, when it came) of every token of one stream."""
     await asyncio.sleep(delay_s)
-    body = json.dumps({"model": "m", "prompt": "a", "stream": True, "max_tokens": tokens}).encode()
+    options = {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": tokens}
+    body = json.dumps({"model": "m", "prompt": "a", **options}).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nconnection: close\r\n"
     writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)

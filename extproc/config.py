@@ -294,8 +294,8 @@ class Envoy(_Section, frozen=True, kw_only=True):
     """Envoy reports every request to the filter when it is over, in batches: its times, its end as the client saw it, its
     worker. The filter works without it, but then knows no TTFT and no client that left during an answer."""
     stream_tokens: bool = True
-    """Read the token counts at the end of a streamed answer (`usage`), for both of these. The only part that touches every
-    chunk of a stream; it holds none."""
+    """Read the token counts at the end of a streamed answer, where the client asks for them (`stream_options.include_usage`),
+    for both of these. It touches every chunk of such a stream, and holds none."""
     debug_headers: bool = False
     """Add `x-kv-transfer` and `x-decode-endpoint` to responses. They name worker addresses: not for the internet."""
 

@@ -65,6 +65,7 @@ from extproc.headers import (
     SERVED_KEY,
     TAGS_NAMESPACE,
     UPSTREAM_ATTRIBUTE,
+    USAGE_KEY,
     USAGE_NAMESPACE,
     WATCH_KEY,
 )
@@ -361,23 +362,27 @@ def _watch_filter() -> hcm.HttpFilter:
             forwarding_namespaces=ext_proc.MetadataOptionsMetadataNamespaces(untyped=[TAGS_NAMESPACE])
         ),
     )
+    return _for_marked("watch", WATCH_KEY, _extension("envoy.filters.http.ext_proc", watch))
+
+
+def _for_marked(name: str, key: str, inner: core.TypedExtensionConfig) -> hcm.HttpFilter:
+    """A filter that exists only for requests that the ext_proc filter has marked; for others this is one look-up."""
     marked = xds_matcher.MatcherMatcherListPredicateSinglePredicate(
         input=_xds_extension(
             "envoy.matching.inputs.dynamic_metadata",
-            inputs.DynamicMetadataInput(filter=TAGS_NAMESPACE, path=[inputs.DynamicMetadataInputPathSegment(key=WATCH_KEY)]),
+            inputs.DynamicMetadataInput(filter=TAGS_NAMESPACE, path=[inputs.DynamicMetadataInputPathSegment(key=key)]),
         ),
         custom_match=_xds_extension(
             "envoy.matching.matchers.metadata_matcher",
             input_matchers.Metadata(value=matcher.ValueMatcher(string_match=matcher.StringMatcher(exact="1"))),
         ),
     )
-    action = composite.ExecuteFilterAction(typed_config=_extension("envoy.filters.http.ext_proc", watch))
     rule = xds_matcher.MatcherMatcherListFieldMatcher(
         predicate=xds_matcher.MatcherMatcherListPredicate(single_predicate=marked),
-        on_match=xds_matcher.MatcherOnMatch(action=_xds_extension("watch", action)),
+        on_match=xds_matcher.MatcherOnMatch(action=_xds_extension(name, composite.ExecuteFilterAction(typed_config=inner))),
     )
     return _http_filter(
-        "envoy.filters.http.composite",
+        f"envoy.filters.http.composite.{name}",
         matching.ExtensionWithMatcher(
             extension_config=_extension("envoy.filters.http.composite", composite.Composite()),
             xds_matcher=xds_matcher.Matcher(matcher_list=xds_matcher.MatcherMatcherList(matchers=[rule])),
@@ -396,7 +401,7 @@ def _counts_tokens(settings: Envoy) -> bool:
 def _usage() -> hcm.HttpFilter:
     """Token counts of a streamed answer, where it states them, as metadata."""
     source = core.DataSource(inline_string=stream_tokens.script())
-    return _http_filter("envoy.filters.http.lua.stream_tokens", lua.Lua(default_source_code=source))
+    return _for_marked("stream_tokens", USAGE_KEY, _extension("envoy.filters.http.lua", lua.Lua(default_source_code=source)))
 
 
 def _mutation_rules(*, traced: bool) -> mutation_rules.HeaderMutationRules:

@@ -81,12 +81,12 @@ _COMMENTS: Mapping[str, str] = {
         "the filter is away it drops lines, counts them (`access_logs.grpc_access_log.logs_dropped`), and goes on."
     ),
     "http_grpc.typed_config.common_config.custom_tags": "The log's own times end at the headers of the answer.",
-    "filters.http.lua.stream_tokens": (
-        "Reads the token counts at the end of a stream (`usage`), if it has them; `envoy.stream_tokens: false` leaves it out. "
-        "Chunks pass as they come. Not `sse_to_metadata`: an event whose data is a bare JSON number, string or null ends Envoy "
-        "1.40."
+    "filters.http.composite.stream_tokens": (
+        "Reads the token counts at the end of a stream (`usage`), for requests that ask for them: the filter marks these in "
+        "the metadata. Chunks pass as they come. Not `sse_to_metadata`: an event whose data is a bare JSON number, string or "
+        "null ends Envoy 1.40."
     ),
-    "http_filters.envoy.filters.http.composite": (
+    "filters.http.composite.watch": (
         "The chunks of a sampled answer are shown to the process that watches them. The filter marks such a request in the "
         "metadata; for all others this is one look-up, and no stream is opened."
     ),

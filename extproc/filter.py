@@ -218,6 +218,7 @@ class Filter:
         request, job, record.whole_reason = asked.request, asked.job, asked.whole_reason
         journey.job = job
         if request.streamed():
+            journey.observed.states_usage = request.states_usage()
             sample = asked.resolved.sample
             share = parts.config.observe.sample if sample is None else sample
             parts.observer.draw(journey.observed, share, record.request_id)

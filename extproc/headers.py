@@ -26,6 +26,9 @@ can write there."""
 WATCH_KEY: Final = "watch"
 """In that namespace, with the value ``1``: the chunks of this answer are watched."""
 
+USAGE_KEY: Final = "usage"
+"""In that namespace, with the value ``1``: the answer is a stream that states its tokens at its end."""
+
 USAGE_NAMESPACE: Final = "baton.usage"
 """The dynamic-metadata namespace in which Envoy notes the token counts that a streamed answer states."""
 

@@ -87,6 +87,13 @@ _TOKEN_IDS_BACK = (Treatment.CHAT, Treatment.COMPLETIONS)
 """APIs whose prefill returns the prompt's token ids, and whose decode takes them."""
 
 
+class _StreamOptions(msgspec.Struct, frozen=True):
+    include_usage: bool | None = None
+
+
+_USAGE_WANTED = _StreamOptions(include_usage=True)
+
+
 class InferenceRequest(msgspec.Struct, frozen=True):
     """A client's request, without what a client may not send."""
 
@@ -180,6 +187,17 @@ class InferenceRequest(msgspec.Struct, frozen=True):
     def streamed(self) -> bool:
         """Whether the client wants the answer token by token."""
         return bytes(self.fields.get("stream", b"")) == b"true"
+
+    def states_usage(self) -> bool:
+        """Whether the answer is a stream that says at its end how many tokens it has, as far as the request decides it."""
+        if not self.streamed():
+            return False
+        if self.treatment not in _TOKEN_IDS_BACK:
+            return True  # the other APIs always say it
+        try:
+            return msgspec.json.decode(self.fields.get("stream_options", _NULL), type=_StreamOptions | None) == _USAGE_WANTED
+        except msgspec.MsgspecError:
+            return False
 
     def _given(self, key: str) -> bool:
         value = self.fields.get(key)

@@ -37,14 +37,20 @@ end
 function envoy_on_response(handle)
   local kind = handle:headers():get("content-type")
   if kind == nil or string.sub(kind, 1, 17) ~= "text/event-stream" then return end
-  local older, newer = "", ""
+  local pieces, first, last, size = {}, 1, 0, 0
   for chunk in handle:bodyChunks() do
     local length = chunk:length()
     local from = math.max(0, length - kept)
-    local piece = chunk:getBytes(from, length - from)
-    if #newer + #piece > kept then older, newer = newer, piece else newer = newer .. piece end
+    last = last + 1
+    pieces[last] = chunk:getBytes(from, length - from)
+    size = size + length - from
+    while size - #pieces[first] >= kept do
+      size = size - #pieces[first]
+      pieces[first] = nil
+      first = first + 1
+    end
   end
-  local text = older .. newer
+  local text = table.concat(pieces, "", first, last)
   for key, spellings in pairs(names) do
     for _, name in ipairs(spellings) do
       local number = last_number(text, name)
@@ -56,7 +62,7 @@ end
 
 
 def script() -> str:
-    """The Lua that Envoy runs on every answer; one that is no stream of events passes at its second line."""
+    """The Lua that Envoy runs on answers that may state tokens; one that is no stream of events passes at its second line."""
     names = ", ".join(
         f"[{json.dumps(key)}] = {{ {', '.join(json.dumps(name) for name in spellings)} }}" for key, spellings in _NAMES.items()
     )

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from extproc.config import Config
-from extproc.headers import WATCH_KEY
+from extproc.headers import USAGE_KEY, WATCH_KEY
 from extproc.observe.access_log import AccessLog, Note
 from extproc.observe.client_metrics import InFlight
 from extproc.observe.log_lines import ID_KEY, Line
@@ -41,8 +41,14 @@ class Observed(msgspec.Struct):
     note: Note
     request_id: str = ""
     """Of a watched one."""
+    states_usage: bool = False
+    """The answer is a stream that says how many tokens it has."""
     open: bool = True
     watched: bool = False
+
+    def more(self) -> dict[str, str]:
+        """Which of Envoy's filters look at the answer."""
+        return {key: "1" for key, wanted in ((USAGE_KEY, self.states_usage), (WATCH_KEY, self.watched)) if wanted}
 
 
 class Observer:
@@ -98,8 +104,8 @@ class Observer:
             self._count(tags, 1)
         note.tags = tags
         marks = {**tags.as_dict(), ID_KEY: note.key}
-        if observed.watched and tags.mode != "none":
-            marks[WATCH_KEY] = "1"
+        if tags.mode != "none":
+            marks.update(observed.more())
         return marks
 
     def draw(self, observed: Observed, share: float, request_id: str) -> None:

@@ -384,8 +384,8 @@ def test_only_the_filter_can_name_the_decode_worker() -> None:
     }
     assert [item["name"] for item in manager("front")["http_filters"]] == [
         "envoy.filters.http.ext_proc",
-        "envoy.filters.http.lua.stream_tokens",
-        "envoy.filters.http.composite",
+        "envoy.filters.http.composite.stream_tokens",
+        "envoy.filters.http.composite.watch",
         "envoy.filters.http.router",
     ]
 
@@ -453,8 +453,8 @@ def test_without_the_filter_only_marked_requests_go_on_and_no_client_can_mark_on
     assert [item["name"] for item in front["http_filters"]] == [
         "envoy.filters.http.ext_proc",
         "envoy.filters.http.lua",
-        "envoy.filters.http.lua.stream_tokens",
-        "envoy.filters.http.composite",
+        "envoy.filters.http.composite.stream_tokens",
+        "envoy.filters.http.composite.watch",
         "envoy.filters.http.router",
     ]
     assert ext_proc(config)["failure_mode_allow"] is True
@@ -585,7 +585,7 @@ def test_everything_that_observes_can_be_switched_off() -> None:
     assert filters(off) == ["ext_proc", "router"]
     assert [item["name"] for item in tree(off)["static_resources"]["clusters"]] == ["decode", "prefill", "extproc"]
     without_tokens = change(envoy=Envoy(stream_tokens=False))
-    assert "lua.stream_tokens" not in filters(without_tokens)
+    assert "composite.stream_tokens" not in filters(without_tokens)
     assert list(logs(without_tokens)) == ["stdout", "stats.times", "stats.requests", "http_grpc"]
 
 
@@ -594,7 +594,7 @@ def test_everything_that_observes_can_be_switched_off() -> None:
 )
 def test_streams_can_be_watched_where_only_a_policy_wants_it(policy: dict[str, Any]) -> None:
     rule = msgspec.convert({"name": "a", **policy}, PolicyRule)
-    assert "composite" in filters(change(observe=Observe(sample=0), policies=[rule]))
+    assert "composite.watch" in filters(change(observe=Observe(sample=0), policies=[rule]))
 
 
 @pytest.mark.parametrize(
@@ -613,7 +613,7 @@ def test_the_process_that_watches_streams_has_an_address_of_its_own(listen: str,
 
 
 def test_a_watched_stream_is_never_held_and_never_fails_for_it() -> None:
-    [watch] = [item for item in manager("front")["http_filters"] if item["name"] == "envoy.filters.http.composite"]
+    [watch] = [item for item in manager("front")["http_filters"] if item["name"] == "envoy.filters.http.composite.watch"]
     [rule] = watch["typed_config"]["xds_matcher"]["matcher_list"]["matchers"]
     seen = rule["on_match"]["action"]["typed_config"]["typed_config"]["typed_config"]
     assert (seen["observability_mode"], seen["failure_mode_allow"]) == (True, True)

@@ -258,3 +258,23 @@ def test_a_body_without_a_model_is_refused(body: bytes) -> None:
     with pytest.raises(ApiError) as caught:
         parse(body, Treatment.CHAT).model()
     assert (caught.value.code, caught.value.status, caught.value.param) == ("model_missing", 400, "model")
+
+
+@pytest.mark.parametrize(
+    ("treatment", "body", "expected"),
+    [
+        (Treatment.CHAT, b'{"model":"m","stream":true,"stream_options":{"include_usage":true,"x":1}}', True),
+        (Treatment.COMPLETIONS, b'{"model":"m","stream":true,"stream_options":{"include_usage":false}}', False),
+        (Treatment.COMPLETIONS, b'{"model":"m","stream":true,"stream_options":null}', False),
+        (Treatment.COMPLETIONS, b'{"model":"m","stream":true,"stream_options":{"include_usage":"yes"}}', False),
+        (Treatment.COMPLETIONS, b'{"model":"m","stream":true,"stream_options":[1]}', False),
+        (Treatment.CHAT, b'{"model":"m","stream":true}', False),
+        (Treatment.CHAT, b'{"model":"m","stream":false,"stream_options":{"include_usage":true}}', False),
+        (Treatment.MESSAGES, b'{"model":"m","stream":true}', True),
+        (Treatment.MESSAGES, b'{"model":"m"}', False),
+    ],
+)
+def test_a_stream_states_its_tokens_where_the_client_wants_it_or_the_api_does(
+    treatment: Treatment, body: bytes, expected: bool
+) -> None:
+    assert parse(body, treatment).states_usage() is expected
