@@ -64,10 +64,10 @@ def selectors(expr: str) -> set[str]:
 
 
 class Prometheus:
-    """A real one, with the repository's own configuration and rules; every job's targets are those it is given."""
+    """A real one, with the repository's own configuration and rules, and other targets."""
 
     def __init__(self, directory: Path, targets: dict[str, list[str]], *, interval_s: int = 1) -> None:
-        """``targets``: name of a job -> ``ip:port``. A job that is not in the configuration is one of an Envoy."""
+        """``targets``: name of a job of the configuration -> ``ip:port``."""
         self._directory = directory
         (port,) = free_ports(1)
         self.url = f"http://127.0.0.1:{port}"
@@ -78,12 +78,7 @@ class Prometheus:
         for job in tree["scrape_configs"]:
             job.pop("dns_sd_configs", None)
             job["static_configs"] = [{"targets": targets.get(job["job_name"], [])}]
-        known = {job["job_name"] for job in tree["scrape_configs"]}
-        tree["scrape_configs"] += [
-            {"job_name": name, "metrics_path": "/stats/prometheus", "static_configs": [{"targets": addresses}]}
-            for name, addresses in targets.items()
-            if name not in known
-        ]
+        assert targets.keys() <= {job["job_name"] for job in tree["scrape_configs"]}
         self.config = directory / "prometheus.yml"
         with self.config.open("w") as file:
             YAML().dump(tree, file)
