@@ -68,31 +68,32 @@ class Watcher:
 
     async def _once(self) -> int:
         """One life of the process; its exit status."""
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            *("-m", "extproc.observe.stream_watch", self._listen, str(self._max_streams)),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            limit=_LINE_BYTES,
-            start_new_session=True,  # it ends with its standard input, not with a signal that is meant for the filter
+        # Not the event loop's own way: uvloop forks, which a process with gRPC's threads may not survive on the child's side.
+        process = await asyncio.to_thread(self._start)
+        assert process.stdin is not None and process.stdout is not None
+        reader = asyncio.StreamReader(limit=_LINE_BYTES)
+        pipe, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), process.stdout
         )
-        assert process.stdout is not None and process.stdin is not None
         self.running = True
         try:
-            while line := await process.stdout.readline():
+            while line := await reader.readline():
                 self._hear(line)
-            return await process.wait()
         finally:
             self.running = False
+            pipe.close()
             process.stdin.close()
-            if process.returncode is None:
-                await self._end(process)
+            status = await asyncio.to_thread(_end, process)
+        return status
 
-    async def _end(self, process: asyncio.subprocess.Process) -> None:
-        try:
-            await asyncio.wait_for(asyncio.shield(process.wait()), _STOP_S)
-        except (TimeoutError, asyncio.CancelledError):
-            process.kill()
+    def _start(self) -> subprocess.Popen[bytes]:
+        module = ("-m", "extproc.observe.stream_watch", self._listen, str(self._max_streams))
+        return subprocess.Popen(
+            (sys.executable, *module),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,  # it ends with its standard input, not with a signal that is meant for the filter
+        )
 
     def _hear(self, line: bytes) -> None:
         try:
@@ -103,3 +104,12 @@ class Watcher:
     def status(self) -> dict[str, Any]:
         """For `/healthz`."""
         return {"running": self.running, "watched": len(self._open), "restarts": self.restarts, "not_watched": self.refused}
+
+
+def _end(process: subprocess.Popen[bytes]) -> int:
+    """Wait for it to end by itself, or else end it."""
+    try:
+        return process.wait(_STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
