@@ -80,7 +80,10 @@ def image() -> Iterator[Path]:
                 if ".." not in file.parts and "__pycache__" not in file.parts:
                     target = site / file
                     target.parent.mkdir(parents=True, exist_ok=True)
-                    shutil.copy(str(file.locate()), target)
+                    if file.size == 0:
+                        target.touch()  # what is here may be another package's file of the same name: envoy/__init__.py
+                    else:
+                        shutil.copy(str(file.locate()), target)
         yield folder
     finally:
         shutil.rmtree(folder)

@@ -71,7 +71,8 @@ class Observed(SimStack):
                 metrics = await self.metrics()
                 ended = sum(v for k, v in metrics.items() if k.startswith("baton_requests_total"))
                 if metrics["baton_access_log_lines_total"] >= ended and metrics["baton_streams"] == 0:
-                    return metrics
+                    # The page is written in turns: what stands at its start may be older than what made this hold.
+                    return await self.metrics()
                 await asyncio.sleep(0.05)
 
 

@@ -62,7 +62,7 @@ WITHOUT_DATA = {
 }
 """Metrics that only a fault, or a part that is not here, brings."""
 
-VARIABLES = {"$__rate_interval": "1m", "$__range": "10m", "$price_prompt": "1", "$price_cached": "1", "$price_completion": "1"}
+VARIABLES = {"$__rate_interval": "10m", "$__range": "10m", "$price_prompt": "1", "$price_cached": "1", "$price_completion": "1"}
 _ANY = re.compile(r"\$(model|policy|role|endpoint|tenant)\b")
 
 
