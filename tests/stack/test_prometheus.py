@@ -85,7 +85,9 @@ async def fed() -> AsyncIterator[Prometheus]:
             "decode": [sim.address for sim in stack.decode],
         }
         async with Prometheus(stack.directory, targets) as prometheus:
-            await asyncio.sleep(2)  # every counter is seen at 0 first
+            async with asyncio.timeout(30):  # its first look takes some seconds; every counter is to be seen at 0
+                while len(await prometheus.query("count_over_time(up[1m]) >= 2")) < 6:
+                    await asyncio.sleep(0.1)
             await run(stack)
             async with asyncio.timeout(20):  # a line of Envoy's log, a look at a worker and a scrape later
                 while not await prometheus.query('ALERTS{alertname="BatonForgedTransferKeys",alertstate="firing"}'):
