@@ -165,7 +165,7 @@ class Scales:
         view = self._views.get(key)
         if view is None:
             able = self._picker.able(Role.PREFILL, job.model, job.aims.prefill_labels, now_s)
-            decodes = self._picker.able(Role.DECODE, job.model, job.aims.decode_labels, now_s)
+            decodes = self._picker.group(Role.DECODE, job.model, job.aims.decode_labels)
             members = self._picker.members(Role.PREFILL, job.model, job.aims.prefill_labels)
             view = self._views[key] = View(able, members, decodes, self._costs, now_s)
         return view
@@ -232,7 +232,7 @@ class View:
         costs, now_s = self._costs, self._now_s
         return [
             each
-            for each in self._decodes
+            for each in self._able_decodes()
             if not each.decode.claims and each.prefill.busy_until_s <= now_s and costs.sequences(each, now_s) < 1
         ]
 
@@ -241,7 +241,15 @@ class View:
         need = job.tokens + self._costs.answer_tokens(job)
         if need >= self._no_room_for_tokens:
             return False
-        found = any(not self._costs.full(each, need, self._now_s) for each in self._decodes)
+        # Mostly the first one that is asked has room: a thousand are not looked through for that.
+        full, now_s = self._costs.full, self._now_s
+        found = any(each.decode.blocked_until_s <= now_s and not full(each, need, now_s) for each in self._decodes)
+        if not found:
+            found = any(not full(each, need, now_s) for each in self._able_decodes())
         if not found:
             self._no_room_for_tokens = need
         return found
+
+    def _able_decodes(self) -> list[Endpoint]:
+        """Those that did not just fail; if all did, all of them."""
+        return [each for each in self._decodes if each.decode.blocked_until_s <= self._now_s] or self._decodes
