@@ -9,7 +9,7 @@ import math
 import random
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from heapq import nsmallest
 from itertools import islice
 from typing import NamedTuple
@@ -169,8 +169,7 @@ class Picker:
         """
         group = self.group(role, job.model, labels)
         if len(group) > _LOOKED_AT:
-            # The prompt's own hash says where to begin, so that the same question has the same answer.
-            start = (job.chain.hashes[-1] if len(job.chain.hashes) else job.tokens) % len(group)
+            start = _start(job, len(group))
             window = group[start : start + _LOOKED_AT]
             window += group[: _LOOKED_AT - len(window)]
             members = self.members(role, job.model, labels)
@@ -218,7 +217,10 @@ class Picker:
         room = costs.with_room(some, need, now_s)
         if not room:
             able = self.able(Role.DECODE, job.model, aims.decode_labels, now_s, exclude)
-            room = costs.with_room(able, need, now_s)
+            for some in _parts(able, job) if weighed else (able,):
+                room = costs.with_room(some, need, now_s)
+                if room:
+                    break
             if not room:
                 if admit:
                     raise FullError
@@ -422,6 +424,19 @@ def _kept(chosen: Candidate, candidates: list[Candidate]) -> list[Candidate]:
             kept.pop()
         kept.append(each)
     return kept
+
+
+def _start(job: Job, count: int) -> int:
+    """Where to begin among so many. The prompt's own hash says it, so that the same question has the same answer."""
+    return (job.chain.hashes[-1] if len(job.chain.hashes) else job.tokens) % count
+
+
+def _parts(endpoints: list[Endpoint], job: Job) -> Iterator[list[Endpoint]]:
+    """All of them, so many at a time, beginning somewhere else for every prompt."""
+    start = _start(job, len(endpoints))
+    turned = endpoints[start:] + endpoints[:start] if len(endpoints) > _LOOKED_AT else endpoints
+    for first in range(0, len(turned), _LOOKED_AT):
+        yield turned[first : first + _LOOKED_AT]
 
 
 def _cost(candidate: Candidate) -> float:
