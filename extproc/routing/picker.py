@@ -23,7 +23,9 @@ from extproc.routing.settings import Routing
 
 _IDLEST = 3
 _WARMEST = 3
-"""So many of each role are weighed."""
+"""So many of each role are weighed; one less of each where there are many, which differ less."""
+
+_MANY = 32
 
 _PACKED_ITL_SHARE = 0.6
 """Of the ITL SLO: up to here streams keep together while prompts wait."""
@@ -453,7 +455,8 @@ def _turn(loaded: Loaded) -> int:
 
 def _idlest_and_warmest(room: list[Loaded], hits: Hits) -> list[Endpoint]:
     """Those with the least to do, and of the others those that hold most of the prompt."""
-    idlest = [endpoint for *_, endpoint in nsmallest(_IDLEST, room)]
+    few = len(room) > _MANY
+    idlest = [endpoint for *_, endpoint in nsmallest(_IDLEST - few, room)]
     held = hits.tokens
     if not held:
         return idlest
@@ -464,4 +467,4 @@ def _idlest_and_warmest(room: list[Loaded], hits: Hits) -> list[Endpoint]:
     more = [place for place, amount in enumerate(amounts) if amount > least]
     same = islice((place for place, amount in enumerate(amounts) if amount == least), most)
     warm = [(-amounts[place], place) for place in (*more, *same) if room[place][-1] not in idlest]
-    return idlest + [room[place][-1] for _, place in nsmallest(_WARMEST, warm)]
+    return idlest + [room[place][-1] for _, place in nsmallest(_WARMEST - few, warm)]
