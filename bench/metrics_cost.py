@@ -20,13 +20,12 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from extproc.journey import Record
+from bench.sample_record import sample_record
 from extproc.observe.engines import Engines
 from extproc.observe.load import parse
 from extproc.observe.logs import make_logger
 from extproc.observe.metrics import Metrics
 from extproc.observe.own_time import DECIDE, PARSE, PHASES, PREFILL_CALL, REPLY, OwnTime
-from extproc.paths import Treatment
 from extproc.routing.pool import Role
 
 _ROUNDS = 7
@@ -148,21 +147,7 @@ def _tasks() -> None:
 
 def _log_line() -> Callable[[], None]:
     log = make_logger("info", io.StringIO())
-    record = Record(
-        request_id="6f1c8a2e-6e0a-4b0e-9d8e-0a1b2c3d4e5f",
-        method="POST",
-        path="/v1/chat/completions",
-        treatment=Treatment.CHAT,
-        outcome="handoff",
-        prefill="10.0.0.1:8100",
-        decode="10.0.0.2:8200",
-        policy="default",
-        prefill_ms=250.0,
-        blocks=75,
-        tokens=1200,
-        cached_tokens=1000,
-        body_bytes=5000,
-    )
+    record = sample_record()
 
     def line() -> None:
         fields = {key: value for key, value in msgspec.structs.asdict(record).items() if value is not None}

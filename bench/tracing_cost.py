@@ -19,8 +19,8 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from bench.sample_record import sample_record
 from extproc.config import Tracing as Settings
-from extproc.journey import Record
 from extproc.observe.logs import Format, make_logger, make_writer
 from extproc.observe.otlp import Exporter
 from extproc.observe.own_time import ANSWER, DECIDE, PARSE, PREFILL_CALL, QUEUE, REPLY
@@ -28,7 +28,6 @@ from extproc.observe.request_span import finish
 from extproc.observe.span_queue import SpanQueue
 from extproc.observe.tags import Tags
 from extproc.observe.tracing import Tracing
-from extproc.paths import Treatment
 from extproc.routing.decision import Decision, Terms
 
 _ROUNDS = 7
@@ -109,28 +108,9 @@ def _untraced() -> None:
             raise AssertionError
 
 
-def _record() -> Record:
-    return Record(
-        request_id="6f1c8a2e-6e0a-4b0e-9d8e-0a1b2c3d4e5f",
-        method="POST",
-        path="/v1/chat/completions",
-        treatment=Treatment.CHAT,
-        outcome="handoff",
-        prefill="10.0.0.1:8100",
-        decode="10.0.0.2:8200",
-        policy="default",
-        queued_ms=12.5,
-        prefill_ms=250.0,
-        blocks=75,
-        tokens=1200,
-        cached_tokens=1000,
-        body_bytes=5000,
-    )
-
-
 def _traced(tracing: Tracing, given: dict[str, str]) -> Callable[[], None]:
     labels = Tags("m", "default", "disaggregate", "-")
-    journey: Any = SimpleNamespace(record=_record(), job=None, labels=labels, answer_status=200)
+    journey: Any = SimpleNamespace(record=sample_record(), job=None, labels=labels, answer_status=200)
 
     def request() -> None:
         trace, _ = tracing.begin(given, None)
@@ -155,7 +135,7 @@ async def _line_us(log_format: Format, times: int) -> tuple[float, float]:
     descriptor = os.open(os.devnull, os.O_WRONLY)
     writer = make_writer(descriptor, log_format)
     log = make_logger("info", log_format=log_format, sink=writer)
-    record = _record()
+    record = sample_record()
 
     def line() -> None:
         fields = {key: value for key, value in msgspec.structs.asdict(record).items() if value is not None}
