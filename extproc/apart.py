@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from functools import partial
 
 from extproc import wire
-from extproc.attempts import LAST_CHANCE_S, Ask, Prefilled, last_chance, leg_id
+from extproc.attempts import LAST_CHANCE_S, Ask, Prefilled, RequestOverError, leg_id
 from extproc.config import BODY_HEADROOM_BYTES
 from extproc.errors import ApiError
 from extproc.handoff import Flow, Handoff, Pair
@@ -175,27 +175,10 @@ async def _while_there(journey: Journey, ask: Ask, ticket: Ticket) -> Prefilled:
     def note(prefill: Endpoint) -> None:
         journey.record.prefill = prefill.address
 
-    task = asyncio.ensure_future(journey.own.of(journey.parts.prefiller.obtain(ask, ticket, note)))
-    taken = False
     try:
-        if await journey.over_within(task):
-            raise OverError(await journey.receive(Phase.PREFILL))
-        taken = True
-        return task.result()
-    finally:
-        if not taken:
-            leftover = asyncio.ensure_future(_abandon(journey, task))
-            journey.parts.loose_ends.add(leftover)
-            leftover.add_done_callback(journey.parts.loose_ends.discard)
-
-
-async def _abandon(journey: Journey, task: asyncio.Task[Prefilled]) -> None:
-    """Cancel a prefill that nobody waits for. If its reply is here already, its blocks must be given back."""
-    await last_chance(task)
-    task.cancel()
-    await asyncio.wait((task,))
-    if not task.cancelled() and task.exception() is None:
-        journey.parts.releaser.release(task.result().handoff)
+        return await journey.parts.prefiller.obtain(ask, ticket, note, journey.stream.stirred())
+    except RequestOverError:
+        raise OverError(await journey.receive(Phase.PREFILL)) from None
 
 
 def still_live(journey: Journey, ticket: Ticket) -> Endpoint:

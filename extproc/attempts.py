@@ -9,7 +9,8 @@ import asyncio
 import re
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -21,12 +22,12 @@ from extproc.handoff import Connector, Handoff, HandoffError, Pair
 from extproc.inference import InferenceRequest, token_ids_of
 from extproc.observe.logs import Logger
 from extproc.observe.metrics import Metrics
-from extproc.observe.own_time import OwnTime
 from extproc.observe.pulse import Pulse
 from extproc.prefill import PrefillClient
 from extproc.routing.picker import NoEndpointError
 from extproc.routing.pool import Endpoint
 from extproc.routing.ticket import Ticket
+from extproc.waiting import first_of
 
 if TYPE_CHECKING:  # it imports the library, which is not even looked for where tracing is off
     from extproc.observe.tracing import RequestTrace
@@ -65,10 +66,12 @@ class Ask(msgspec.Struct, frozen=True):
     """How many other workers are tried after a failure."""
     text_bytes: int = 0
     """Bytes of text in the prompt, to learn from how many of them make a token."""
-    own: OwnTime = msgspec.field(default_factory=OwnTime)
-    """Gets the time that the call costs this process."""
     trace: RequestTrace | None = None
     """Gets a span for each call."""
+
+
+class RequestOverError(Exception):
+    """The request ended before its prefill did."""
 
 
 class Prefilled(msgspec.Struct, frozen=True):
@@ -93,8 +96,10 @@ class Prefiller:
         pulse: Pulse,
         metrics: Metrics,
         log: Logger,
+        on_unused: Callable[[Handoff], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """``on_unused`` is told of a handoff that came too late for its request."""
         self._client = client
         self._dispatcher = dispatcher
         self._connector = connector
@@ -102,15 +107,20 @@ class Prefiller:
         self._pulse = pulse
         self._metrics = metrics
         self._log = log
+        self._on_unused = on_unused
         self._clock = clock
+        self._leftovers: set[asyncio.Task[None]] = set()
         self.in_flight = 0
         """Calls."""
         metrics.prefills_in_flight.set_function(lambda: self.in_flight)
 
-    async def obtain(self, ask: Ask, ticket: Ticket, on_pick: Callable[[Endpoint], None]) -> Prefilled:
+    async def obtain(
+        self, ask: Ask, ticket: Ticket, on_pick: Callable[[Endpoint], None], over: asyncio.Future[Any]
+    ) -> Prefilled:
         """A fresh handoff, from the ticket's worker or another one. ``on_pick`` is told of every worker that is tried.
 
-        Raises ApiError with the last worker's failure, RelayedError, NoEndpointError.
+        It stops trying the moment ``over`` is done: the request is over then. Raises RequestOverError, ApiError with the last
+        worker's failure, RelayedError, NoEndpointError.
         """
         tried: list[str] = []
         failure: ApiError | None = None
@@ -127,7 +137,7 @@ class Prefiller:
                 self._metrics.fallbacks.labels("retry").inc()
             on_pick(endpoint)
             try:
-                return await self.attempt(ask, ticket, Pair(endpoint.address, ask.decode, leg_id(ask.request_id)))
+                return await self.attempt(ask, ticket, Pair(endpoint.address, ask.decode, leg_id(ask.request_id)), over)
             except ApiError as error:
                 self._log.warning(
                     "prefill_failed",
@@ -141,8 +151,8 @@ class Prefiller:
                 failure = error
                 tried.append(endpoint.address)
 
-    async def attempt(self, ask: Ask, ticket: Ticket, pair: Pair) -> Prefilled:
-        """One call to one worker, measured, and reported to the ledger. Raises ApiError, RelayedError."""
+    async def attempt(self, ask: Ask, ticket: Ticket, pair: Pair, over: asyncio.Future[Any] | None = None) -> Prefilled:
+        """One call to one worker, measured, and reported to the ledger. Raises RequestOverError, ApiError, RelayedError."""
         started = self._clock()
         self.in_flight += 1
         outcome = "cancelled"
@@ -151,7 +161,7 @@ class Prefiller:
         handoff: Handoff | None = None
         span, context = (None, "") if ask.trace is None else ask.trace.prefill(pair.prefill, pair.request_id)
         try:
-            prefilled = await self._call(ask, pair, context)
+            prefilled = await self._call(ask, pair, context, over)
             outcome = "ok"
             handoff = prefilled.handoff
             self._dispatcher.prefilled(
@@ -173,7 +183,7 @@ class Prefiller:
             self.in_flight -= 1
             self._metrics.prefill_seconds.observe(self._clock() - started, outcome)
 
-    async def _call(self, ask: Ask, pair: Pair, context: str) -> Prefilled:
+    async def _call(self, ask: Ask, pair: Pair, context: str, over: asyncio.Future[Any] | None) -> Prefilled:
         sent_s = self._clock()
         left_s = ask.deadline_s - sent_s
         if left_s <= 0:
@@ -184,7 +194,12 @@ class Prefiller:
         tokenise_once = self._settings.tokenise_once
         body = ask.request.prefill_body(self._connector.prefill_params(pair), return_token_ids=tokenise_once)
         timeout_s = min(left_s, self._settings.attempt_timeout_s or left_s)
-        reply = await _within(timeout_s, ask.own.of(self._client.run(pair.prefill, ask.path, body, headers)))
+        call = self._client.call(pair.prefill, ask.path, body, headers)
+        try:
+            reply = await _reply(call, timeout_s, over)
+        except BaseException:
+            self._drop(call, pair, late=over is not None)
+            raise
         since_s = max(sent_s, self._pulse.not_before())
         try:
             handoff = self._connector.accept(reply, pair)
@@ -192,6 +207,30 @@ class Prefiller:
             raise ApiError("handoff_invalid", f"the prefill worker's answer cannot be handed over: {error}") from None
         token_ids = token_ids_of(reply, ask.request.treatment) if tokenise_once else None
         return Prefilled(handoff, since_s, token_ids)
+
+    def _drop(self, call: asyncio.Future[bytes], pair: Pair, *, late: bool) -> None:
+        """Nobody waits for this call any more. With ``late``, a reply that has come all the same gives its blocks back."""
+        if call.done():
+            self._dropped(call, pair, late=late)
+        elif late:
+            leftover = asyncio.ensure_future(self._drop_late(call, pair))
+            self._leftovers.add(leftover)
+            leftover.add_done_callback(self._leftovers.discard)
+        else:
+            call.cancel()
+
+    async def _drop_late(self, call: asyncio.Future[bytes], pair: Pair) -> None:
+        await last_chance(call)
+        if call.done():
+            self._dropped(call, pair, late=True)
+        else:
+            call.cancel()
+
+    def _dropped(self, call: asyncio.Future[bytes], pair: Pair, *, late: bool) -> None:
+        if call.cancelled() or call.exception() is not None or not late:
+            return
+        with suppress(HandoffError):
+            self._on_unused(self._connector.accept(call.result(), pair))
 
 
 def leg_id(request_id: str) -> str:
@@ -203,28 +242,29 @@ def leg_id(request_id: str) -> str:
     return f"{plain}-{uuid.uuid4().hex}"
 
 
-async def last_chance(task: asyncio.Future[Any]) -> None:
-    """Let ``task`` finish if what it waits for has come already; return soon in any case."""
-    await asyncio.wait((task,), timeout=LAST_CHANCE_S)
+async def last_chance(call: asyncio.Future[Any]) -> None:
+    """Let ``call`` finish if what it waits for has come already; return soon in any case."""
+    await first_of(call, timeout_s=LAST_CHANCE_S)
     # After a standstill the loop runs its timers before it looks at its sockets: give it the turns that a reply needs.
     for _ in range(_TURNS_OF_A_REPLY):
-        if task.done():
+        if call.done():
             return
         await asyncio.sleep(0)
 
 
-async def _within(timeout_s: float, call: Coroutine[Any, Any, bytes]) -> bytes:
+async def _reply(call: asyncio.Future[bytes], timeout_s: float, over: asyncio.Future[Any] | None) -> bytes:
     """The reply of ``call``, also when it is here but the process stood still, so that the time is up before it is read.
 
-    Raises ApiError ``prefill_timeout``.
+    Raises RequestOverError, ApiError (``prefill_timeout``, and those of the call), RelayedError.
     """
-    task = asyncio.ensure_future(call)
-    try:
-        await asyncio.wait((task,), timeout=timeout_s)
-        if not task.done():
-            await last_chance(task)
-        if task.done():
-            return task.result()
-    finally:
-        task.cancel()
+    if over is None:
+        await first_of(call, timeout_s=timeout_s)
+    else:
+        await first_of(call, over, timeout_s=timeout_s)
+        if over.done():
+            raise RequestOverError
+    if not call.done():
+        await last_chance(call)
+    if call.done():
+        return call.result()
     raise ApiError("prefill_timeout", f"the prefill worker did not answer within {timeout_s:.3g} s")

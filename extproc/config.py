@@ -359,6 +359,8 @@ class Config(_Section, frozen=True, kw_only=True):
     workers: Workers
     listen: str = "unix:/run/baton/extproc.sock"
     """The gRPC server that Envoy's ext_proc filter calls."""
+    transport: Literal["grpc", "lean"] = "grpc"
+    """What carries it. `grpc`: grpc.aio. `lean`: a small HTTP/2 server of our own, plaintext, for a fraction of the CPU."""
     admin: str = "127.0.0.1:9003"
     """`/metrics`, `/healthz`, and `/debug/…`, which shows decisions but no prompt."""
     prefill: Prefill = Prefill()

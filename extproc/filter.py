@@ -246,7 +246,6 @@ class Filter:
                 deadline_s=deadline_s,
                 retries=asked.retries,
                 text_bytes=asked.prompt.text_bytes,
-                own=journey.own,
                 trace=journey.trace,
             )
             try:

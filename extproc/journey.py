@@ -37,6 +37,7 @@ from extproc.routing.job import Aims, Job
 from extproc.routing.pool import Endpoint, Pool
 from extproc.routing.prefix import Chain
 from extproc.routing.ticket import Ticket
+from extproc.waiting import first_of
 from extproc.warm_up import WarmUp
 
 if TYPE_CHECKING:  # it imports the library, which is not even looked for where tracing is off
@@ -125,8 +126,6 @@ class Parts(msgspec.Struct, frozen=True):
     """What the live page shows of the last seconds."""
     tracing: Tracing | None = None
     clock: Callable[[], float] = time.monotonic
-    loose_ends: set[asyncio.Task[None]] = msgspec.field(default_factory=set)
-    """Tasks that outlive their request, to which nothing else refers."""
 
 
 class Journey:
@@ -195,12 +194,12 @@ class Journey:
 
     async def over_within(self, work: asyncio.Future[Any] | None, timeout_s: float | None = None) -> bool:
         """Wait for ``work``, but no longer than the request lasts: whether something stirred on the stream first."""
-        watch = asyncio.ensure_future(self.stream.stirs())
-        try:
-            await asyncio.wait((watch, *((work,) if work else ())), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            return watch.done()
-        finally:
-            watch.cancel()
+        stirred = self.stream.stirred()
+        if work is None:
+            await first_of(stirred, timeout_s=timeout_s)
+        else:
+            await first_of(stirred, work, timeout_s=timeout_s)
+        return stirred.done()
 
     async def place(self, job: Job, instead_of: str | None = None) -> Ticket:
         """Workers for a prompt, counted on them until the request ends. It may have to wait for them.

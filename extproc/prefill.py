@@ -6,6 +6,7 @@ the task that awaits it closes the connection at once, which makes the engine dr
 
 from __future__ import annotations
 
+import asyncio
 import io
 from collections.abc import Mapping
 
@@ -44,6 +45,10 @@ class PrefillClient:
 
     async def __aexit__(self, *_: object) -> None:
         await self._session.close()
+
+    def call(self, worker: str, path: str, body: bytes, headers: Mapping[str, str]) -> asyncio.Future[bytes]:
+        """Start :meth:`run`; cancelling what is returned closes the connection at once."""
+        return asyncio.ensure_future(self.run(worker, path, body, headers))
 
     async def run(self, worker: str, path: str, body: bytes, headers: Mapping[str, str]) -> bytes:
         """POST ``body`` to ``path`` of ``worker`` (``ip:port``); the body of its 200 answer.

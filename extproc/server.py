@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from extproc import __version__, admin, wire, worker_key
@@ -38,6 +38,8 @@ from extproc.release import Releaser
 from extproc.routing.endpoint_spec import EndpointSet
 from extproc.routing.pool import Pool
 from extproc.routing.router import Router
+from extproc.transport.call import Server as GrpcServer
+from extproc.transport.choose import make_server
 from extproc.warm_call import Meeting
 from extproc.warm_up import WarmUp
 
@@ -133,6 +135,7 @@ class Server:
                 pulse=pulse,
                 metrics=self._metrics,
                 log=self._log,
+                on_unused=releaser.release,
             )
             filter_ = Filter(
                 Parts(
@@ -201,30 +204,18 @@ class Server:
             if task in done:
                 task.result()
 
-    async def _start_grpc(self, filter_: Filter) -> grpc.aio.Server:
+    async def _start_grpc(self, filter_: Filter) -> GrpcServer:
         limits = self._config.limits
-        message_bytes = limits.max_body_bytes + _GRPC_SLACK_BYTES
-        server = grpc.aio.server(
-            maximum_concurrent_rpcs=limits.max_streams + _SPARE_STREAMS,
-            options=[
-                ("grpc.max_receive_message_length", message_bytes),
-                ("grpc.max_send_message_length", message_bytes),
-                ("grpc.max_concurrent_streams", limits.max_streams + _SPARE_STREAMS),
-                # gRPC's own overload guard refuses a burst of a few thousand streams.
-                ("grpc.server.max_pending_requests", limits.max_streams + _SPARE_STREAMS),
-                ("grpc.server.max_pending_requests_hard_limit", limits.max_streams + _SPARE_STREAMS),
-                # Envoy's keepalive pings must not end in GOAWAY "too_many_pings" during a long prefill.
-                ("grpc.http2.min_recv_ping_interval_without_data_ms", 0),
-                ("grpc.http2.max_ping_strikes", 0),
-                ("grpc.keepalive_permit_without_calls", 1),
-                # A busy port is an error, not a second server behind it.
-                ("grpc.so_reuseport", 0),
-            ],
+        server = make_server(
+            self._config.transport,
+            max_message_bytes=limits.max_body_bytes + _GRPC_SLACK_BYTES,
+            max_streams=limits.max_streams + _SPARE_STREAMS,
         )
         wire.register(server, filter_.handle)
         self._fleet.endpoints.register(server)
         self._observer.access_log.register(server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        register_health: Callable[[Any, Any], None] = health_pb2_grpc.add_HealthServicer_to_server
+        register_health(self._health, server)
         address = Address.parse(self._config.listen)
         if address.path:
             Path(address.path).parent.mkdir(parents=True, exist_ok=True)
@@ -275,7 +266,7 @@ class Server:
     def _on_signal(self) -> None:
         (self._cut if self._stop.is_set() else self._stop).set()
 
-    async def _drain(self, server: grpc.aio.Server, filter_: Filter) -> None:
+    async def _drain(self, server: GrpcServer, filter_: Filter) -> None:
         drain = self._config.drain
         self._draining = True
         self._metrics.draining.set(1)

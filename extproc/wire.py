@@ -7,15 +7,13 @@ The messages are the C-backed classes of xds-protos; reading one costs microseco
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
-import grpc.aio
 import msgspec
 from envoy.config.core.v3 import base_pb2
 from envoy.extensions.filters.http.ext_proc.v3 import processing_mode_pb2
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
-from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as pb_grpc
 from envoy.type.v3 import http_status_pb2
 
 from extproc.headers import (
@@ -26,6 +24,7 @@ from extproc.headers import (
     TAGS_NAMESPACE,
     UPSTREAM_ATTRIBUTE,
 )
+from extproc.transport.call import Call, CallGoneError, Server
 
 SERVICE_NAME = "envoy.service.ext_proc.v3.ExternalProcessor"
 
@@ -262,56 +261,44 @@ _REPLY_FIELDS: dict[type[Event], str] = {
 class Stream:
     """One ext_proc stream: Envoy's events in order, and our replies."""
 
-    def __init__(self, context: Any) -> None:
-        self._context = context
-        self._read: asyncio.Task[Any] | None = None
+    def __init__(self, call: Call) -> None:
+        self._call = call
 
     def called_with(self, name: str) -> str | None:
         """A header of Envoy's call to us, which no client can set."""
-        for key, value in self._context.invocation_metadata() or ():
-            if key == name:
-                return value if isinstance(value, str) else None
-        return None
+        return self._call.header(name)
 
-    async def stirs(self) -> None:
-        """Wait until there is something to receive, and leave it there. Whoever stops waiting loses nothing."""
-        if self._read is None:
-            self._read = asyncio.ensure_future(self._context.read())
-        await asyncio.wait((self._read,))
+    def stirred(self) -> asyncio.Future[Any]:
+        """Done when there is something to receive, which stays there. Neither to be cancelled nor to be read."""
+        return self._call.stirred()
 
     async def receive(self) -> Event | None:
-        """The next event; None when Envoy has closed its side."""
-        read, self._read = self._read, None
-        try:
-            message = await (read if read is not None else self._context.read())
-        except grpc.aio.BaseError:
-            return None  # the server was stopped, or the call is no more: nobody is there to be answered
-        return None if message is grpc.aio.EOF else read_event(message)
+        """The next event; None when Envoy has closed its side, or the stream is no more."""
+        message = await self._call.receive()
+        return None if message is None else read_event(_parse(message))
 
     async def send(self, reply: Any) -> None:
         """Send one reply, made by the functions of this module. Raises GoneError."""
         try:
-            await self._context.write(reply)
-        except grpc.aio.BaseError as error:
+            await self._call.send(reply.SerializeToString())
+        except CallGoneError as error:
             raise GoneError(str(error)) from None
 
-    def close(self) -> None:
-        """Give up a read that nobody waits for any more."""
-        if self._read is not None:
-            self._read.cancel()
+
+_parse = pb.ProcessingRequest.FromString
 
 
-def register(server: Any, handle: Callable[[Stream], Awaitable[None]]) -> None:
-    """Let ``handle`` serve every ext_proc stream of a grpc.aio server."""
+def register(server: Server, handle: Callable[[Stream], Coroutine[Any, Any, None]]) -> None:
+    """Let ``handle`` serve every ext_proc stream of ``server``."""
 
-    class Servicer(pb_grpc.ExternalProcessorServicer):  # type: ignore[misc]
-        async def Process(self, _request_iterator: Any, context: Any) -> None:  # noqa: N802
-            stream = Stream(context)
-            try:
-                await handle(stream)
-            except UnsupportedModeError as error:
-                await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
-            finally:
-                stream.close()
+    async def process(call: Call) -> None:
+        try:
+            await handle(Stream(call))
+        except UnsupportedModeError as error:
+            await call.abort(_FAILED_PRECONDITION, str(error))
 
-    pb_grpc.add_ExternalProcessorServicer_to_server(Servicer(), server)
+    server.serve(f"/{SERVICE_NAME}/Process", process)
+
+
+_FAILED_PRECONDITION = 9
+"""Status of gRPC: the system is not in the state that the call needs."""

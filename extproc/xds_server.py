@@ -272,7 +272,7 @@ class EndpointServer:
             "clusters": sorted(self._snapshot.assignments),
         }
 
-    def register(self, server: grpc.aio.Server) -> None:
+    def register(self, server: Any) -> None:
         """Serve ADS and EDS on ``server``."""
         state, delta = (DiscoveryRequest, StateOfTheWorld), (DeltaDiscoveryRequest, Delta)
         services = {

@@ -72,8 +72,10 @@ REPLY = msgspec.json.encode(
 class Client:
     """Prefill workers, all of which answer at once."""
 
-    async def run(self, *_: object) -> bytes:
-        return REPLY
+    def call(self, *_: object) -> asyncio.Future[bytes]:
+        reply = asyncio.get_running_loop().create_future()
+        reply.set_result(REPLY)
+        return reply
 
 
 class Stream:
@@ -83,8 +85,11 @@ class Stream:
         self._events = [*events]
         self.replies: list[Any] = []
 
-    async def stirs(self) -> None:
-        pass  # there is always something: the request's end at the latest
+    def stirred(self) -> asyncio.Future[None]:
+        """There is always something: the request's end at the latest."""
+        stirred = asyncio.get_running_loop().create_future()
+        stirred.set_result(None)
+        return stirred
 
     async def receive(self) -> wire.Event | None:
         return self._events.pop(0) if self._events else None
@@ -96,9 +101,8 @@ class Stream:
 class Silent(Stream):
     """One whose client waits for the prefill."""
 
-    async def stirs(self) -> None:
-        if len(self.replies) < 2:
-            await asyncio.Event().wait()
+    def stirred(self) -> asyncio.Future[None]:
+        return asyncio.get_running_loop().create_future()
 
 
 class World:
@@ -144,6 +148,7 @@ class World:
                     pulse=pulse,
                     metrics=metrics,
                     log=log,
+                    on_unused=releaser.release,
                 ),
                 releaser=releaser,
                 warm_up=warm_up,

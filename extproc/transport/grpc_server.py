@@ -1,0 +1,118 @@
+"""The portable transport: grpc.aio."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from extproc.transport.call import CallGoneError, Handler
+
+_CODES = {code.value[0]: code for code in grpc.StatusCode}
+
+
+class GrpcServer:
+    """A :class:`extproc.transport.call.Server`."""
+
+    def __init__(self, *, max_message_bytes: int, max_streams: int) -> None:
+        self._server = grpc.aio.server(
+            maximum_concurrent_rpcs=max_streams,
+            options=[
+                ("grpc.max_receive_message_length", max_message_bytes),
+                ("grpc.max_send_message_length", max_message_bytes),
+                ("grpc.max_concurrent_streams", max_streams),
+                # gRPC's own overload guard refuses a burst of a few thousand streams.
+                ("grpc.server.max_pending_requests", max_streams),
+                ("grpc.server.max_pending_requests_hard_limit", max_streams),
+                # Envoy's keepalive pings must not end in GOAWAY "too_many_pings" during a long prefill.
+                ("grpc.http2.min_recv_ping_interval_without_data_ms", 0),
+                ("grpc.http2.max_ping_strikes", 0),
+                ("grpc.keepalive_permit_without_calls", 1),
+                # A busy port is an error, not a second server behind it.
+                ("grpc.so_reuseport", 0),
+            ],
+        )
+
+    def serve(self, path: str, handler: Handler) -> None:
+        """As in the interface."""
+        service, _, method = path.strip("/").rpartition("/")
+
+        async def process(_requests: Any, context: Any) -> None:
+            call = GrpcCall(context)
+            try:
+                await handler(call)
+            finally:
+                call.close()
+
+        # No (de)serialisers: the messages stay bytes.
+        handlers: dict[str, Any] = {method: grpc.stream_stream_rpc_method_handler(process)}
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+
+    def add_generic_rpc_handlers(self, handlers: Any) -> None:
+        """As in the interface."""
+        self._server.add_generic_rpc_handlers(handlers)
+
+    def add_registered_method_handlers(self, service: str, handlers: Any) -> None:
+        """As in the interface."""
+        self._server.add_registered_method_handlers(service, handlers)
+
+    def add_insecure_port(self, address: str) -> int:
+        """As in the interface."""
+        return int(self._server.add_insecure_port(address))
+
+    def start(self) -> Awaitable[None]:
+        """As in the interface."""
+        return self._server.start()
+
+    def stop(self, grace_s: float | None) -> Awaitable[object]:
+        """As in the interface."""
+        return self._server.stop(grace_s)
+
+
+class GrpcCall:
+    """A :class:`extproc.transport.call.Call`. grpc.aio cancels the task of its handler when the peer resets it."""
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+        self._read: asyncio.Task[Any] | None = None
+
+    def header(self, name: str) -> str | None:
+        """As in the interface."""
+        for key, value in self._context.invocation_metadata() or ():
+            if key == name:
+                return value if isinstance(value, str) else None
+        return None
+
+    def stirred(self) -> asyncio.Future[Any]:
+        """As in the interface."""
+        if self._read is None:
+            self._read = asyncio.ensure_future(self._context.read())
+        return self._read
+
+    async def receive(self) -> bytes | None:
+        """As in the interface."""
+        read, self._read = self._read, None
+        try:
+            message = await (read if read is not None else self._context.read())
+        except grpc.aio.BaseError:
+            return None  # the server was stopped, or the call is no more
+        return None if message is grpc.aio.EOF else message
+
+    async def send(self, message: bytes) -> None:
+        """As in the interface."""
+        try:
+            await self._context.write(message)
+        except grpc.aio.BaseError as error:
+            raise CallGoneError(str(error)) from None
+
+    async def abort(self, code: int, text: str) -> None:
+        """As in the interface."""
+        await self._context.abort(_CODES[code], text)
+
+    def close(self) -> None:
+        """Give up a read that nobody waits for any more."""
+        if self._read is not None:
+            self._read.cancel()
