@@ -19,6 +19,7 @@ import msgspec
 import uvloop
 from rich.console import Console
 
+from bench.peers import MissingPeerError
 from bench.routing import report
 from bench.routing.client import Planned, replay
 from bench.routing.engines import MODEL, EngineError, EngineOptions, Engines
@@ -26,7 +27,6 @@ from bench.routing.options import TRACES, Options, OptionsError, parse
 from bench.routing.policies import CONTESTANTS
 from bench.routing.priority import Priority, take
 from bench.routing.prompts import http_request
-from bench.routing.routers import MissingPeerError
 from bench.routing.run import RunResult, plan, run
 from bench.routing.twin import Twin, twin, twin_setup
 from extproc.config import ConfigError

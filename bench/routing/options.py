@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.peers import default_peers
 from bench.routing.policies import CONTESTANTS
-from bench.routing.routers import default_peers
 
 TRACES = {"conversation": 0, "synthetic": 3200}
 """Name -> how many requests are left out before the first. The start of the synthetic trace shares hardly anything: what its

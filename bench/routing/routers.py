@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
 
+from bench.peers import smg_command, vllm_router_command
 from bench.routing.engines import Engines
 from bench.routing.policies import Contestant, sections
 from bench.routing.priority import Priority, starting
@@ -21,10 +20,6 @@ from workers.ready import free_ports, wait_ready
 _HOST = "127.0.0.1"
 _START_TIMEOUT_S = 60.0
 _PATIENCE_S = 1800
-
-
-class MissingPeerError(RuntimeError):
-    """A peer is not installed; the message says how to install it."""
 
 
 class Router:
@@ -95,55 +90,28 @@ class Router:
         tree["warm_up"] = {"enabled": False}
         return msgspec.convert(tree, Config)
 
-    def _peer(self, name: str) -> str:
-        binary = self._peers / "bin" / name
-        if not binary.is_file():
-            raise MissingPeerError(f"{binary} is not there: install the peers with `make bench-peers`")
-        return str(binary)
-
     def _start_vllm_router(self) -> None:
-        argv = [
-            *(self._peer("vllm-router"), "--host", _HOST, "--port", str(self.port)),
-            *("--vllm-pd-disaggregation", "--kv-connector", "nixl"),
-            *(part for address in self._engines.prefill for part in ("--prefill", f"http://{address}")),
-            *(part for address in self._engines.decode for part in ("--decode", f"http://{address}")),
-            *("--policy", "cache_aware", "--decode-policy", "power_of_two"),
-            *("--prometheus-host", _HOST, "--prometheus-port", str(self._admin)),
-            *("--queue-size", "100000", "--queue-timeout-secs", str(_PATIENCE_S)),
-            *("--request-timeout-secs", str(_PATIENCE_S), "--worker-startup-check-interval", "1", "--log-level", "error"),
-            *self.contestant.options,
-        ]
+        argv = vllm_router_command(
+            self._peers,
+            prefill=self._engines.prefill,
+            decode=self._engines.decode,
+            port=self.port,
+            metrics_port=self._admin,
+            patience_s=_PATIENCE_S,
+            options=self.contestant.options,
+        )
         wait_ready(self._child("router", argv), f"http://{_HOST}:{self.port}/health", _START_TIMEOUT_S)
 
     def _start_smg(self) -> None:
-        # Only a list of workers in a file says which KV connector they have; named on the command line they would get none, and
-        # every decode worker would compute the whole prompt again.
-        workers = self._directory / "smg-workers.json"
-        listed = [
-            {
-                "id": address,
-                "url": f"http://{address}",
-                "worker_type": role,
-                "kv_connector": "NixlConnector",
-                "kv_role": "kv_both",
-            }
-            for role, addresses in (("prefill", self._engines.prefill), ("decode", self._engines.decode))
-            for address in addresses
-        ]
-        workers.write_bytes(msgspec.json.encode({"version": 1, "workers": listed}))
-        argv = [
-            *(self._peer("smg"), "launch", "--host", _HOST, "--port", str(self.port)),
-            *("--pd-disaggregation", "--backend", "vllm", "--disable-tokenizer-autoload"),
-            *("--discovery-provider", "file", "--discovery-file", str(workers)),
-            *("--policy", "cache_aware", "--decode-policy", "power_of_two"),
-            *("--prometheus-host", _HOST, "--prometheus-port", str(self._admin)),
-            *("--load-monitor-interval", str(max(1, round(10 / self._engines.options.speed)))),
-            *("--max-concurrent-requests", "0", "--request-timeout-secs", str(_PATIENCE_S), "--sse-keepalive-secs", "0"),
-            *("--log-level", "error", *self.contestant.options),
-        ]
+        argv = smg_command(
+            self._peers,
+            self._directory,
+            prefill=self._engines.prefill,
+            decode=self._engines.decode,
+            port=self.port,
+            metrics_port=self._admin,
+            patience_s=_PATIENCE_S,
+            load_interval_s=max(1, round(10 / self._engines.options.speed)),
+            options=self.contestant.options,
+        )
         wait_ready(self._child("router", argv), f"http://{_HOST}:{self.port}/readiness", _START_TIMEOUT_S)
-
-
-def default_peers() -> Path:
-    """Where `make bench-peers` installs them: beside this file's package, in a virtual environment of their own."""
-    return Path(os.environ.get("BENCH_PEERS", Path(sys.modules[__name__].__file__ or "").parents[1] / ".venv"))
