@@ -26,7 +26,7 @@ from bench.phases_world import Sent, World, prompts
 _DEFAULT_KB = (4, 32, 128, 512)
 _DEFAULT_ROUNDS = 300
 _WARM_ROUNDS = 20
-_LARGEST_KB = 16 << 10
+_LARGEST_KB = 1 << 10
 _BESIDE = ("decide: the same with 64 workers", "decide: sent at once, mode disaggregate")
 """Phases that are another way of one that is in the sum."""
 

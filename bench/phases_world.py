@@ -56,7 +56,7 @@ _MODEL = "meta-llama/Llama-3.1-8B-Instruct"
 _CONVERSATIONS = 12
 """Prompts go on with one of them: two thirds of each was sent before, the rest is new."""
 _KNOWN_SHARE = 2 / 3
-_STREAMS = 16
+_STREAMS = 4
 """Requests that decode at any time."""
 _DEADLINE_S = 300.0
 _BLOCK_IDS = 100
