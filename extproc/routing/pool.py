@@ -26,10 +26,12 @@ class Role(Enum):
 class Claim:
     """One request's share in the load of a worker, from the decision to its end. Given back once, however often asked."""
 
-    __slots__ = ("late", "leg", "since_s", "tokens", "work_s")
+    __slots__ = ("another", "late", "leg", "since_s", "tokens", "work_s")
 
-    def __init__(self, leg: Leg, tokens: int, work_s: float, since_s: float) -> None:
+    def __init__(self, leg: Leg, tokens: int, work_s: float, since_s: float, *, another: bool = False) -> None:
         self.leg: Leg | None = leg
+        self.another = another
+        """It is a request of another process."""
         self.late = False
         """It cannot meet its deadline any more: others should not have to wait for it."""
         self.tokens = tokens
@@ -58,6 +60,8 @@ class Leg:
         "external_requests",
         "external_s",
         "failures",
+        "others",
+        "others_tokens",
         "tokens",
         "trial",
         "turn",
@@ -68,6 +72,8 @@ class Leg:
         self.claims: dict[Claim, None] = {}
         """In the order of the decisions."""
         self.tokens = 0
+        self.others = self.others_tokens = 0
+        """How many of the claims, and how much of their tokens, are of other processes."""
         self.busy_until_s = -math.inf
         """Prefill: when the work in flight is expected to be done."""
         self.turn = 0
@@ -94,12 +100,25 @@ class Leg:
 
     @property
     def requests(self) -> int:
-        """Requests in flight through this process."""
+        """Requests in flight through this process, and through others that share their ledgers with it."""
         return len(self.claims)
 
-    def claim(self, *, tokens: int, work_s: float, now_s: float, turn: int) -> Claim:
-        """Count one request, from now on."""
-        claim = Claim(self, tokens, work_s, now_s)
+    @property
+    def own_requests(self) -> int:
+        """Requests in flight through this process alone."""
+        return len(self.claims) - self.others
+
+    @property
+    def own_tokens(self) -> int:
+        """Tokens of these."""
+        return self.tokens - self.others_tokens
+
+    def claim(self, *, tokens: int, work_s: float, now_s: float, turn: int, another: bool = False) -> Claim:
+        """Count one request, from now on. ``another``: of another process."""
+        claim = Claim(self, tokens, work_s, now_s, another=another)
+        if another:
+            self.others += 1
+            self.others_tokens += tokens
         self.claims[claim] = None
         self.tokens += tokens
         self.busy_until_s = max(self.busy_until_s, now_s) + work_s
@@ -121,6 +140,9 @@ class Leg:
     def give_back(self, claim: Claim, now_s: float) -> None:
         """Only for Claim.release."""
         del self.claims[claim]
+        if claim.another:
+            self.others -= 1
+            self.others_tokens -= claim.tokens
         self._ended_s.append(now_s)
         self.tokens -= claim.tokens
         # The engine serves in order: what is left begins now, at the earliest.

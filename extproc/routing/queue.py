@@ -8,6 +8,7 @@ have waited longest. See docs/routing.md for what this is worth.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
 from typing import NamedTuple
@@ -101,6 +102,12 @@ class PrefillQueue:
 
     def __iter__(self) -> Iterator[Waiting]:
         return iter(self._all)
+
+    @property
+    def oldest_s(self) -> float:
+        """When the one came that has waited longest; infinite where nobody waits."""
+        oldest = next(iter(self._all), None)
+        return math.inf if oldest is None else oldest.came_s
 
     # -- coming and going --------------------------------------------------------------------------------------------------
 

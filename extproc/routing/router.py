@@ -17,14 +17,18 @@ from extproc.routing.job import Job, Late, Mode
 from extproc.routing.load import Load
 from extproc.routing.picker import WEIGHED, FullError, NoEndpointError, Picker, decision, worth_a_handoff
 from extproc.routing.pool import Claim, Endpoint, Pool, Role
-from extproc.routing.prefix import PrefixIndex
+from extproc.routing.prefix import Chain, PrefixIndex
 from extproc.routing.queue import Fit, PrefillQueue, QueueFullError, Waiting
 from extproc.routing.scales import SMALL_WORK_S, Scales
 from extproc.routing.settings import Routing
 from extproc.routing.ticket import RejectedError, State, Ticket
+from extproc.routing.told import Others, Told
 
 _TICK_S = 0.2
 """While prompts wait, the queue is looked at so often, whatever happens: reports grow stale, pauses of workers end."""
+
+_YIELD_S = 0.005
+"""How long a worker with room is left to another router whose prompt has waited longer than ours; then ours goes."""
 
 _RETRY_AFTER_MAX_S = 60.0
 
@@ -48,6 +52,12 @@ class Router:
         self.scales = Scales(self.picker, self.costs, self.index, self.queue, settings)
         self.predicted_tokens = self.reported_tokens = 0
         """Prompt tokens that prefill workers were expected to have in their caches, and had."""
+        self.told = Told()
+        """Who wants to know what happens here."""
+        self.others = Others()
+        """Routers of the same workers in other processes."""
+        self._ours_from_s: float | None = None
+        """Another router may go first until then."""
         self._turn = 0
         self._tickets: dict[Waiting, Ticket] = {}
         self._heads: dict[int, set[Ticket]] = {}
@@ -122,9 +132,12 @@ class Router:
         self.scales.forget()
         self.scales.arrivals.note(now_s)
         aims = job.aims
-        if aims.max_in_flight is not None and self._in_flight.get(aims.policy, 0) >= aims.max_in_flight:
-            raise RejectedError("max_in_flight", f"{aims.max_in_flight} requests of policy {aims.policy!r} are open", 1.0)
-        self._in_flight[aims.policy] = self._in_flight.get(aims.policy, 0) + 1
+        own = self._in_flight.get(aims.policy, 0)
+        if aims.max_in_flight is not None:
+            if own + self.others.in_flight.get(aims.policy, 0) >= aims.max_in_flight:
+                raise RejectedError("max_in_flight", f"{aims.max_in_flight} requests of policy {aims.policy!r} are open", 1.0)
+            self.told.open_requests(aims.policy, own + 1)
+        self._in_flight[aims.policy] = own + 1
         try:
             self._decide(ticket, now_s)
         except BaseException:
@@ -205,6 +218,7 @@ class Router:
         if ticket.job.chain.hashes:
             self._heads.setdefault(ticket.job.chain.hashes[0], set()).add(ticket)
         self._impatient += ticket.job.aims.late is not Late.WAIT
+        self.told.waits()
         if fit is not None and fit.ready:
             self._advance(now_s)
 
@@ -263,9 +277,25 @@ class Router:
         if self._changed:
             return self._last_poll_s  # a submit placed others as well, and they are not told yet
         due_s = self.queue.next_due_s()
-        return None if due_s is None else min(due_s, self._last_poll_s + _TICK_S)
+        if due_s is None:
+            return None
+        wake_s = min(due_s, self._last_poll_s + _TICK_S)
+        return wake_s if self._ours_from_s is None else min(wake_s, self._ours_from_s)
+
+    def _others_first(self, now_s: float) -> bool:
+        """Whether a worker with room is for a prompt of another router, which has waited longer. Not for long: it may not suit
+        that prompt."""
+        if self.others.oldest_s >= self.queue.oldest_s:
+            self._ours_from_s = None
+        elif self._ours_from_s is None:
+            self._ours_from_s = now_s + _YIELD_S
+        elif now_s >= self._ours_from_s:
+            self._ours_from_s = None
+        return self._ours_from_s is not None
 
     def _advance(self, now_s: float) -> None:
+        if self._others_first(now_s):
+            return
         while len(self.queue):
             found = self.queue.next(now_s, lambda each: self._weigh(each, now_s))
             if found is None:
@@ -400,6 +430,7 @@ class Router:
         self._claim_decode(ticket, decode, now_s)
         if chosen.prefill is None:
             decode.prefill.occupy(chosen.terms.prefill_s, now_s)
+            self.told.occupied(decode.address, chosen.terms.prefill_s)
         ticket.decision, ticket.state = made, State.PLACED
 
     def _claim_prefill(self, ticket: Ticket, prefill: Endpoint, chosen: Candidate, now_s: float) -> None:
@@ -413,6 +444,7 @@ class Router:
         health.chosen(prefill.prefill, ticket.prefill_claim, self.settings, now_s)
         late = ticket.waiting is not None and ticket.waiting.late
         ticket.prefill_claim.late = late and chosen.terms.prefill_s > SMALL_WORK_S
+        self.told.claimed(ticket.prefill_claim, Role.PREFILL, prefill.address)
         self._learn(prefill.address, job)
         self.scales.forget()
 
@@ -424,7 +456,10 @@ class Router:
             tokens=job.tokens + self.costs.answer_tokens(job), work_s=0.0, now_s=now_s, turn=self._turn
         )
         health.chosen(decode.decode, ticket.decode_claim, self.settings, now_s)
-        self.picker.remember(job.session, decode.address)
+        self.told.claimed(ticket.decode_claim, Role.DECODE, decode.address)
+        if job.session:
+            self.picker.remember(job.session, decode.address)
+            self.told.at_home(job.session, decode.address)
         ticket.decode_holds = False
         if ticket.prefill_claim is None or ticket.prefill_claim.leg is None:
             self._learn_decode(ticket, decode)
@@ -438,13 +473,39 @@ class Router:
     def _learn(self, address: str, job: Job) -> None:
         if not job.chain.hashes:
             return
-        self.index.insert(address, job.chain)
-        for other in self._heads.get(job.chain.hashes[0], ()):
+        self.holds(address, job.chain)
+        self.told.learned(address, job.chain)
+
+    def holds(self, address: str, chain: Chain) -> None:
+        """A worker holds all blocks of a chain, which is not empty."""
+        self.index.insert(address, chain)
+        for other in self._heads.get(chain.hashes[0], ()):
             hits, warmest = other.hits, other.warmest
             floor = warmest.least_tokens if warmest is not None else 0
-            if hits is not None and hits.learned(other.job, address, job.chain, floor):
+            if hits is not None and hits.learned(other.job, address, chain, floor):
                 other.warmest = other.stuck = None
                 self._settled = False
+
+    # -- what other routers do ---------------------------------------------------------------------------------------------
+
+    def claim_of_another(self, endpoint: Endpoint, role: Role, *, tokens: int, work_s: float, now_s: float) -> Claim:
+        """Another router put a request on a worker. :meth:`give_back` ends it."""
+        self._turn += 1
+        leg = endpoint.leg(role)
+        claim = leg.claim(tokens=tokens, work_s=work_s, now_s=now_s, turn=self._turn, another=True)
+        health.chosen(leg, claim, self.settings, now_s)
+        self.scales.forget()
+        return claim
+
+    def give_back(self, claim: Claim, now_s: float) -> None:
+        """The end of a claim of another router."""
+        _give_back(claim, now_s)
+        self.unsettle()
+
+    def unsettle(self) -> None:
+        """Something has changed by which a prompt that waits may be able to go."""
+        self._settled = False
+        self.scales.forget()
 
     # -- what became of it -------------------------------------------------------------------------------------------------
 
@@ -456,16 +517,25 @@ class Router:
         if claim is None or prefill is None or not claim.release(now_s):
             return
         self._settled = False
+        self.told.released(claim)
         if ticket.decode is not None:
             self._learn_decode(ticket, ticket.decode)
-        health.succeeded(prefill.prefill)
+        self._went_well(prefill, Role.PREFILL)
         predicted = max(0, ticket.job.tokens - claim.tokens)
         total = tokens if tokens is not None else ticket.job.tokens
         cached = cached_tokens if cached_tokens is not None else predicted
         if cached_tokens is not None:
             self.predicted_tokens += predicted
             self.reported_tokens += cached_tokens
-        self.costs.prefilled(prefill, sent_s=ticket.sent_s, now_s=now_s, uncached=max(total - cached, 1), cached=cached)
+        uncached = max(total - cached, 1)
+        self.costs.prefilled(prefill, sent_s=ticket.sent_s, now_s=now_s, uncached=uncached, cached=cached)
+        self.told.prefilled(prefill.address, sent_s=ticket.sent_s, now_s=now_s, uncached=uncached, cached=cached)
+
+    def _went_well(self, endpoint: Endpoint, role: Role) -> None:
+        leg = endpoint.leg(role)
+        if leg.failures:
+            self.told.judged(role, endpoint.address, ok=True)
+        health.succeeded(leg)
 
     def prefill_failed(self, ticket: Ticket, now_s: float, *, blame: bool) -> None:
         """There was no handoff. ``blame``: it was the worker's fault, not the request's or the client's."""
@@ -473,9 +543,12 @@ class Router:
         if claim is None or prefill is None or not claim.release(now_s):
             return
         self._settled = False
+        self.told.released(claim)
         if blame:
             health.failed(prefill.prefill, self.settings, now_s)
+            self.told.judged(Role.PREFILL, prefill.address, ok=False)
             self.index.correct(prefill.address, ticket.job.chain, 0)
+            self.told.corrected(prefill.address, ticket.job.chain)
         else:
             health.undecided(prefill.prefill, claim, now_s)
 
@@ -496,7 +569,7 @@ class Router:
             terms=terms,
             cached_prefill_tokens=hits.of(prefill),
         )
-        _give_back(ticket.prefill_claim, now_s)
+        self._end(ticket.prefill_claim, now_s)
         self._claim_prefill(ticket, prefill, chosen, now_s)
         for address in exclude:
             failed = self.pool.get(address)
@@ -513,7 +586,7 @@ class Router:
         self.scales.forget()
         self._settled = False
         gone = ticket.decode
-        _give_back(ticket.decode_claim, now_s)
+        self._end(ticket.decode_claim, now_s)
         exclude = () if gone is None else (gone.address,)
         found = self.picker.whole(ticket.job, self.scales.hits(ticket), now_s, exclude, admit=False)
         decode = self.pool.get(found[0].decode)
@@ -535,13 +608,16 @@ class Router:
         self._settled = False
         if ok:
             self._learn_decode(ticket, decode)
-            health.succeeded(decode.decode)
+            self._went_well(decode, Role.DECODE)
             if handed_over and prefill is not None:
                 self.costs.handed_over(prefill.address, decode.address)
+                self.told.handed_over(prefill.address, decode.address)
             return
         health.failed(decode.decode, self.settings, now_s)
+        self.told.judged(Role.DECODE, decode.address, ok=False)
         if pair_fault and handed_over and prefill is not None:
             self.costs.pairs.failed(prefill.address, decode.address, now_s)
+            self.told.parted(prefill.address, decode.address)
 
     def finish(self, ticket: Ticket, now_s: float) -> None:
         """The request is over, whatever became of it: it leaves the queue, and all that it held is given back. Idempotent."""
@@ -551,16 +627,24 @@ class Router:
         if waiting is not None and waiting in self._tickets:
             self.queue.remove(waiting)
             self._left(waiting)
-        _give_back(ticket.prefill_claim, now_s)
-        _give_back(ticket.decode_claim, now_s)
+        self._end(ticket.prefill_claim, now_s)
+        self._end(ticket.decode_claim, now_s)
         self._settled = False
         ticket.state = State.FINISHED
         policy = ticket.job.aims.policy
         left = self._in_flight.get(policy, 0) - 1
+        if ticket.job.aims.max_in_flight is not None:
+            self.told.open_requests(policy, max(left, 0))
         if left > 0:
             self._in_flight[policy] = left
         else:
             self._in_flight.pop(policy, None)
+
+    def _end(self, claim: Claim | None, now_s: float) -> None:
+        """Give back what is left of it, if anything."""
+        if claim is not None and claim.leg is not None:
+            _give_back(claim, now_s)
+            self.told.released(claim)
 
 
 def _give_back(claim: Claim | None, now_s: float) -> None:
