@@ -214,8 +214,8 @@ class Fleet:
             endpoint, role = present[labels]
             leg = endpoint.leg(role)
             self._metrics.endpoint_live.labels(*labels).set_function(partial(getattr, endpoint, "live"))
-            self._metrics.endpoint_in_flight.labels(*labels).set_function(partial(getattr, leg, "requests"))
-            self._metrics.endpoint_tokens.labels(*labels).set_function(partial(getattr, leg, "tokens"))
+            self._metrics.endpoint_in_flight.labels(*labels).set_function(partial(getattr, leg, "own_requests"))
+            self._metrics.endpoint_tokens.labels(*labels).set_function(partial(getattr, leg, "own_tokens"))
         for address in {address for _, address in self._shown} - {address for _, address in present}:
             self._scrapes.pop(address, None)
             self._engines.gone(address)

@@ -226,7 +226,7 @@ def take(router: Router, now_s: float, *, index_blocks: int = 0, sessions: Colle
             for (p, d), pair in pairs
         ],
         queue=_queue(router, now_s, cut),
-        in_flight=dict(router._in_flight),
+        in_flight=_added(router._in_flight, router.others.in_flight),
         sessions={hashed(name): address for name, address in homes.items()},
         turn=router._turn,
         arrivals=_arrivals(router, now_s),
@@ -266,6 +266,10 @@ def restore(snapshot: Snapshot, index: PrefixIndex | None = None) -> Router:
         router.scales.arrivals.last_s = -silence_s
     _restore_queue(router, snapshot.queue)
     return router
+
+
+def _added(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
+    return {name: one.get(name, 0) + other.get(name, 0) for name in (*one, *other)}
 
 
 def _newest(items: Iterable[_T], count: int, most: int, what: str, cut: dict[str, int]) -> list[_T]:

@@ -260,12 +260,14 @@ def test_whoever_gives_the_router_more_to_know_meets_this_test() -> None:
         *("_ended_s", "blocked_until_s", "busy_until_s", "claims", "external_requests", "external_s", "failures"),
         *("others", "others_tokens", "tokens", "trial", "turn", "version"),  # others: part of the claims
     }
-    assert set(Claim.__slots__) <= {"late", "leg", "since_s", "tokens", "work_s"}
+    assert set(Claim.__slots__) <= {"another", "late", "leg", "since_s", "tokens", "work_s"}
     assert set(Waiting.__slots__) <= {"came_s", "job", "late", "limit_s", "line", "position", "slo_s", "work_s"}
     router = a_router()
     assert set(vars(router)) <= {
         *("pool", "settings", "index", "costs", "picker", "queue", "predicted_tokens", "reported_tokens", "_turn", "_tickets"),
         *("_heads", "_in_flight", "_impatient", "_changed", "_last_poll_s", "_settled", "scales"),
+        # Claims of others are in the ledger, their open requests in those of the snapshot; what is left is milliseconds.
+        *("told", "others", "_ours_from_s"),
     }
     assert set(vars(router.picker)) <= {
         *("_pool", "_costs", "_settings", "_random", "_groups", "_version", "_sessions", "panics"),
