@@ -11,7 +11,7 @@ import copy
 import hashlib
 import math
 from array import array
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from itertools import islice
 from typing import TypeVar
 
