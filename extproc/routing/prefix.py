@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import heapq
 from array import array
-from itertools import islice
+from collections import OrderedDict
 
 import msgspec
 import xxhash
 
-_PARTS = 64
-"""Of the dict of holders: a dict that outgrows its table moves to another in one go, 40 ms for a million blocks."""
-_PART = _PARTS - 1
+_STRIDE = 8
+"""Every so many blocks of a prompt, the first one included, it is noted who holds that block: where many do, those that hold
+most are found by that."""
+
+_FEW = 64
+"""So many that hold the first block are all asked how much they hold."""
 
 
 class Chain(msgspec.Struct, frozen=True):
@@ -41,10 +44,26 @@ def chain_of(data: bytes, seed: bytes, block_bytes: int, block_tokens: float) ->
     return Chain(array("Q", hashes), block_tokens)
 
 
-class _Holder:
-    """One endpoint's blocks."""
+class _Run:
+    """Blocks that follow each other, and were used together last."""
 
-    __slots__ = ("address", "bit", "blocks", "capacity", "slot")
+    __slots__ = ("hashes", "start")
+
+    def __init__(self, hashes: array[int], start: int) -> None:
+        self.hashes = hashes
+        """Never changed in place: it may be a prompt's own."""
+        self.start = start
+        """Blocks of its prompts that stand before the first of these."""
+
+
+class _Holder:
+    """One endpoint's blocks.
+
+    Whoever holds a block holds all before it, because its engine frees the tail of a prompt first. So what a prompt found here
+    is a few runs in a row, and the next use of it makes one of them.
+    """
+
+    __slots__ = ("address", "bit", "blocks", "capacity", "runs", "slot", "starts", "torn")
 
     def __init__(self, address: str, slot: int) -> None:
         self.address = address
@@ -52,16 +71,31 @@ class _Holder:
         self.bit = 1 << slot
         self.capacity: int | None = None
         """Blocks that it can hold; None: not known, and only the total limit holds."""
-        self.blocks: dict[int, int] = {}
-        """Hash -> the same object, oldest use first. A plain dict: an OrderedDict would take twice the memory."""
+        self.runs: OrderedDict[_Run, None] = OrderedDict()
+        """Oldest use first. Of a run, the tail counts as used before the head."""
+        self.starts: dict[int, _Run] = {}
+        """First hash of a run -> the run."""
+        self.blocks = 0
+        self.torn = 0
+        """Blocks that may stand behind one that was found missing, at the most: these must be looked for."""
+
+    def matched(self, hashes: array[int]) -> int:
+        """How many leading blocks of a prompt it holds."""
+        starts, count, at = self.starts, len(hashes), 0
+        while at < count:
+            run = starts.get(hashes[at])
+            if run is None:
+                break
+            at += _common(run.hashes, hashes, at)
+        return at
 
 
 class PrefixIndex:
     """Which endpoint holds which block, as far as we know: every endpoint's least recently used blocks go first.
 
-    A dict (in parts) has the holders of a block as a bit mask, so that a prompt is walked once for all endpoints. Every
-    endpoint has a dict of its blocks in the order of their use. Neighbouring blocks mostly have the same holders and share
-    one mask object, which saves memory and most of the arithmetic of a walk.
+    An endpoint's blocks are kept as runs, so the time that a prompt takes grows with the number of prompts that it shares its
+    beginning with, not with its length, and a block takes the eight bytes of its hash. A dict has the holders of a prompt's
+    first block, and of every eighth, as a bit mask.
     """
 
     def __init__(self, max_blocks: int) -> None:
@@ -69,7 +103,7 @@ class PrefixIndex:
         if max_blocks < 1:
             raise ValueError(f"max_blocks must be at least 1, not {max_blocks}")
         self._max_blocks = max_blocks
-        self._parts: tuple[dict[int, int], ...] = tuple({} for _ in range(_PARTS))
+        self._masks: dict[int, int] = {}
         self._holders: dict[str, _Holder] = {}
         self._by_slot: list[_Holder | None] = []
         self._free_slots: list[int] = []
@@ -89,7 +123,21 @@ class PrefixIndex:
     def held(self, address: str) -> int:
         """Blocks that an endpoint holds, as far as we know."""
         holder = self._holders.get(address)
-        return len(holder.blocks) if holder else 0
+        return holder.blocks if holder else 0
+
+    def addresses(self) -> list[str]:
+        """Endpoints that were heard of."""
+        return list(self._holders)
+
+    def recent(self, address: str, most: int) -> array[int]:
+        """The blocks that the endpoint used last, at most so many: the last prompt from its head on, then the one before."""
+        found = array("Q")
+        holder = self._holders.get(address)
+        for run in reversed(holder.runs) if holder else ():
+            if len(found) >= most:
+                break
+            found += run.hashes[: most - len(found)]
+        return found
 
     def slot(self, address: str) -> int:
         """The number of an endpoint, from now on if it had none: small, and another's after :meth:`drop`."""
@@ -107,8 +155,11 @@ class PrefixIndex:
         """The endpoint holds nothing any more: it was started again, or its cache was reset."""
         holder = self._holders.get(address)
         if holder:
-            self._forget(holder, list(holder.blocks))
-            holder.blocks = {}  # an emptied dict keeps its table
+            for run in holder.runs:
+                self._unmask(holder, run, 0)
+            holder.runs, holder.starts = OrderedDict(), {}  # emptied ones keep their tables
+            self._blocks -= holder.blocks
+            holder.blocks = holder.torn = 0
 
     def set_capacity(self, address: str, blocks: int) -> None:
         """What fits into the endpoint's KV cache, in blocks of a chain. Raises ValueError below 1."""
@@ -116,48 +167,30 @@ class PrefixIndex:
             raise ValueError(f"the capacity of {address} must be at least 1 block, not {blocks}")
         holder = self._holder(address)
         holder.capacity = blocks
-        self._evict(holder, len(holder.blocks) - blocks)
+        self._evict(holder, holder.blocks - blocks)
 
     def lookup(self, chain: Chain, most: int | None = None) -> dict[str, int]:
         """Address -> how many leading blocks it holds, for all that hold the first one, those that hold most of them first.
 
-        At least ``most`` of them, if there are so many: a thousand may hold the same beginning.
+        At least ``most`` of them, if there are so many: a thousand may hold the same beginning. Which of them are the ``most``
+        may be wrong by seven blocks.
         """
-        lengths: list[tuple[int, int]] = []
-        """Who holds how much, as masks, the shortest first."""
-        parts = self._parts
-        holding = 0
-        before: int | None = None
-        for length, block in enumerate(chain.hashes):
-            mask = parts[block & _PART].get(block, 0)
-            if mask is before:
-                continue
-            before = mask
-            still = mask & holding if length else mask
-            if still != holding:
-                lengths.append((holding & ~still, length))
-                holding = still
-            if not holding:
-                break
+        hashes = chain.hashes
+        first = self._masks.get(hashes[0], 0) if len(hashes) else 0
+        if not first:
+            return {}
+        found: list[tuple[int, int, str]] = []
+        if most is None or first.bit_count() <= max(most, _FEW):
+            self._measure(found, first, hashes)
         else:
-            lengths.append((holding, len(chain.hashes)))
-        found: dict[str, int] = {}
-        for mask, length in reversed(lengths):
-            if most is not None and len(found) >= most:
-                break
-            self._note(found, mask, length, most)
-        return found
+            self._measure_most(found, first, hashes, most)
+        found.sort()
+        return {address: -length for length, _, address in found}
 
     def matched(self, chain: Chain, address: str) -> int:
         """How many leading blocks of the chain the endpoint holds."""
         holder = self._holders.get(address)
-        if holder is None:
-            return 0
-        blocks = holder.blocks
-        for length, block in enumerate(chain.hashes):
-            if block not in blocks:
-                return length
-        return len(chain.hashes)
+        return holder.matched(chain.hashes) if holder else 0
 
     def insert(self, address: str, chain: Chain, blocks: int | None = None) -> None:
         """The endpoint holds, or has just used, the first ``blocks`` blocks of the chain; None: all of them.
@@ -166,30 +199,39 @@ class PrefixIndex:
         """
         holder = self._holder(address)
         limit = min(self._max_blocks, holder.capacity or self._max_blocks)
-        hashes = chain.hashes[: limit if blocks is None else max(0, min(blocks, limit))]
-        own, parts, bit = holder.blocks, self._parts, holder.bit
-        size = len(own)
-        alone = mask_before = mask_after = bit
-        for block in reversed(hashes):
-            known = own.pop(block, None)
-            if known is not None:
-                own[known] = known  # not `block`: mostly the object that is the key in _parts, so that there is one
+        hashes, count = chain.hashes, len(chain.hashes)
+        wanted = min(count, limit if blocks is None else max(0, min(blocks, limit)))
+        if wanted < count:
+            hashes, count = hashes[:wanted], wanted
+        if not count:
+            return
+        starts, masks, bit = holder.starts, self._masks, holder.bit
+        new = at = 0
+        while at < count:
+            run = starts.get(hashes[at])
+            if run is not None:
+                common = _common(run.hashes, hashes, at)
+                self._cut(holder, run, common)
+                at += common
                 continue
-            own[block] = block
-            masks = parts[block & _PART]
-            mask = masks.get(block)
-            if mask is None:
-                masks[block] = alone
-                continue
-            if mask is not mask_before:
-                mask_before, mask_after = mask, mask | bit
-            masks[block] = mask_after
-        self._blocks += len(own) - size
+            end = count
+            if holder.torn:
+                end = next((place for place in range(at + 1, count) if hashes[place] in starts), count)
+            for place in range(-(-at // _STRIDE) * _STRIDE, end, _STRIDE):
+                block = hashes[place]
+                masks[block] = masks.get(block, 0) | bit
+            new += end - at
+            at = end
+        self._start(holder, _Run(hashes, 0))
+        holder.blocks += new
+        self._blocks += new
         if holder.capacity is not None:
-            self._evict(holder, len(own) - holder.capacity)
+            self._evict(holder, holder.blocks - holder.capacity)
         while self._blocks > self._max_blocks:
             fullest = max(self._holders.values(), key=_size)
-            self._evict(fullest, min(self._blocks - self._max_blocks, len(fullest.blocks)))
+            self._evict(fullest, min(self._blocks - self._max_blocks, fullest.blocks))
+        if len(masks) > 2 * self._max_blocks:
+            self._mask_again()
 
     def correct(self, address: str, chain: Chain, held_blocks: int) -> None:
         """The engine found only the first ``held_blocks`` blocks of the chain in its cache: forget the others.
@@ -198,9 +240,26 @@ class PrefixIndex:
         prompt that follow a forgotten one cannot be found until it is back, and age like any other.
         """
         holder = self._holders.get(address)
-        if holder:
-            wrong = [block for block in chain.hashes[max(0, held_blocks) :] if block in holder.blocks]
-            self._forget(holder, wrong)
+        if not holder:
+            return
+        hashes, before = chain.hashes, holder.blocks
+        keep, at, count = max(0, held_blocks), 0, len(chain.hashes)
+        while at < count:
+            run = holder.starts.get(hashes[at])
+            if run is None:
+                if not holder.torn:
+                    break
+                at += 1
+                continue
+            common = _common(run.hashes, hashes, at)
+            kept = min(max(keep - at, 0), common)
+            if kept < common:
+                self._cut_out(holder, run, kept, common)
+            at += common
+        if holder.blocks < before:
+            holder.torn = holder.blocks
+
+    # -- parts of the above ------------------------------------------------------------------------------------------------
 
     def _holder(self, address: str) -> _Holder:
         holder = self._holders.get(address)
@@ -214,40 +273,133 @@ class PrefixIndex:
             self._holders[address] = holder
         return holder
 
-    def _note(self, found: dict[str, int], mask: int, length: int, most: int | None) -> None:
-        """Every endpoint of ``mask`` holds ``length`` blocks; enter them until there are ``most``."""
+    def _measure(self, found: list[tuple[int, int, str]], mask: int, hashes: array[int]) -> None:
+        """Enter all of ``mask`` that hold something: how much (below zero, to be sorted by), slot, address."""
         bits = bin(mask)[:1:-1]  # one pass, whatever the number of endpoints; shifting a long mask is quadratic
         slot = bits.find("1")
         while slot >= 0:
             holder = self._by_slot[slot]
-            if holder:
-                found[holder.address] = length
-                if len(found) == most:
-                    return
+            length = holder.matched(hashes) if holder else 0
+            if holder and length:
+                found.append((-length, slot, holder.address))
             slot = bits.find("1", slot + 1)
 
-    def _evict(self, holder: _Holder, count: int) -> None:
-        """The oldest ``count`` blocks, all at once: a dict's first key is slow to find after the one before was deleted."""
-        if count > 0:
-            self._forget(holder, list(islice(holder.blocks, count)))
-            self._evictions += count
+    def _measure_most(self, found: list[tuple[int, int, str]], first: int, hashes: array[int], most: int) -> None:
+        """Those of ``first`` that hold most, until there are ``most``."""
+        masks, seen = self._masks, 0
+        for place in reversed(range(0, len(hashes), _STRIDE)):
+            mask = masks.get(hashes[place], 0) & first & ~seen
+            if not mask:
+                continue
+            seen |= mask
+            missing = most - len(found)
+            if mask.bit_count() > missing:
+                bits = bin(mask)[:1:-1]
+                slot = -1
+                for _ in range(missing):
+                    slot = bits.find("1", slot + 1)
+                mask &= (1 << (slot + 1)) - 1
+            self._measure(found, mask, hashes)
+            if len(found) >= most:
+                break
 
-    def _forget(self, holder: _Holder, blocks: list[int]) -> None:
-        """Take out blocks that the endpoint holds."""
-        own, parts, bit = holder.blocks, self._parts, holder.bit
-        mask_before = mask_after = 0
-        for block in blocks:
-            del own[block]
-            masks = parts[block & _PART]
-            mask = masks[block]
-            if mask is not mask_before:
-                mask_before, mask_after = mask, mask & ~bit
-            if mask_after:
-                masks[block] = mask_after
+    def _start(self, holder: _Holder, run: _Run) -> None:
+        """A run begins to be; it is the last used, unless it is one of those already."""
+        block = run.hashes[0]
+        other = holder.starts.get(block)
+        if other is not None and other is not run:  # two prompts whose hashes collide: the older one has to go
+            self._unmask(holder, other, 0)
+            holder.blocks -= len(other.hashes)
+            self._blocks -= len(other.hashes)
+            del holder.runs[other]
+        holder.starts[block] = run
+        holder.runs[run] = None
+
+    def _cut(self, holder: _Holder, run: _Run, count: int) -> None:
+        """Take the first ``count`` blocks out of a run, without a word about who holds them."""
+        hashes = run.hashes
+        del holder.starts[hashes[0]]
+        if count == len(hashes):
+            del holder.runs[run]
+            return
+        run.hashes, run.start = hashes[count:], run.start + count
+        self._start(holder, run)
+
+    def _cut_out(self, holder: _Holder, run: _Run, first: int, end: int) -> None:
+        """Forget the blocks from ``first`` to ``end`` of a run; what stands before and behind them keeps its age."""
+        hashes = run.hashes
+        self._unmask(holder, _Run(hashes[first:end], run.start + first), 0)
+        holder.blocks -= end - first
+        self._blocks -= end - first
+        if not first:
+            self._cut(holder, run, end)
+            return
+        run.hashes = hashes[:first]
+        if end < len(hashes):
+            # Older than the run, and younger than the one before it.
+            rest, order = _Run(hashes[end:], run.start + end), list(holder.runs)
+            order.insert(order.index(run), rest)
+            self._start(holder, rest)
+            holder.runs = OrderedDict.fromkeys(each for each in order if each in holder.runs)
+
+    def _evict(self, holder: _Holder, count: int) -> None:
+        """The oldest ``count`` blocks."""
+        if count <= 0:
+            return
+        self._evictions += count
+        self._blocks -= count
+        holder.blocks -= count
+        holder.torn = max(0, holder.torn - count)
+        runs = holder.runs
+        while count:
+            run = next(iter(runs))
+            size = len(run.hashes)
+            keep = max(size - count, 0)
+            self._unmask(holder, run, keep)
+            count -= size - keep
+            if keep:
+                run.hashes = run.hashes[:keep]
             else:
-                del masks[block]
-        self._blocks -= len(blocks)
+                del runs[run], holder.starts[run.hashes[0]]
+
+    def _unmask(self, holder: _Holder, run: _Run, first: int) -> None:
+        """The endpoint does not hold the blocks of a run any more from the one numbered ``first`` on."""
+        masks, hashes, start, bit = self._masks, run.hashes, run.start, holder.bit
+        for place in range(-(-(start + first) // _STRIDE) * _STRIDE, start + len(hashes), _STRIDE):
+            block = hashes[place - start]
+            mask = masks.get(block, 0) & ~bit
+            if mask:
+                masks[block] = mask
+            else:
+                masks.pop(block, None)
+
+    def _mask_again(self) -> None:
+        """Masks that are left of prompts whose hashes collided."""
+        self._masks.clear()
+        for holder in self._holders.values():
+            for run in holder.runs:
+                for place in range(-(-run.start // _STRIDE) * _STRIDE, run.start + len(run.hashes), _STRIDE):
+                    block = run.hashes[place - run.start]
+                    self._masks[block] = self._masks.get(block, 0) | holder.bit
+
+
+def _common(run: array[int], hashes: array[int], at: int) -> int:
+    """How many blocks of ``run`` are those of ``hashes`` from ``at`` on; the first is.
+
+    A hash covers all blocks before its own: from the first that differs on, none is common.
+    """
+    most = min(len(run), len(hashes) - at)
+    if run[most - 1] == hashes[at + most - 1]:
+        return most
+    common, differs = 1, most
+    while common < differs:
+        middle = (common + differs) // 2
+        if run[middle] == hashes[at + middle]:
+            common = middle + 1
+        else:
+            differs = middle
+    return common
 
 
 def _size(holder: _Holder) -> int:
-    return len(holder.blocks)
+    return holder.blocks

@@ -251,7 +251,8 @@ def restore(snapshot: Snapshot, index: PrefixIndex | None = None) -> Router:
         for address, blocks in (snapshot.index or {}).items():
             hashes = array("Q")
             hashes.frombytes(blocks)
-            router.index.insert(address, Chain(hashes, 1.0))
+            for block in reversed(hashes):  # where one prompt ends and the next begins is not known: each stands for itself
+                router.index.insert(address, Chain(array("Q", (block,)), 1.0))
     _restore_costs(router.costs, snapshot)
     for policy, count in snapshot.in_flight.items():
         router._in_flight[policy] = count
@@ -501,12 +502,12 @@ def _index(index: PrefixIndex, most: int, cut: dict[str, int]) -> dict[str, byte
     """An even share for each holder; what one does not need is left to those that hold more."""
     found: dict[str, bytes] = {}
     left = most
-    holders = sorted(index._holders.values(), key=lambda holder: len(holder.blocks))
-    for number, holder in enumerate(holders):
-        blocks = array("Q", islice(reversed(holder.blocks), left // (len(holders) - number)))
+    holders = sorted(index.addresses(), key=index.held)
+    for number, address in enumerate(holders):
+        blocks = index.recent(address, left // (len(holders) - number))
         left -= len(blocks)
         if blocks:
-            found[holder.address] = blocks.tobytes()
+            found[address] = blocks.tobytes()
     if index.blocks > most - left:
         cut["index"] = index.blocks - (most - left)
     return found

@@ -170,6 +170,64 @@ def test_thousands_of_holders_are_all_found() -> None:
     assert found["e2999"] == 2
 
 
+def test_of_many_holders_those_that_hold_most_are_found() -> None:
+    index, text = PrefixIndex(100_000), "abcdefghijklmnopqrstuvwxyz0123456789"
+    for number in range(500):
+        index.insert(f"e{number}", chain(text[:20]))
+    for number, blocks in ((7, 36), (300, 34), (499, 28)):
+        index.insert(f"e{number}", chain(text[:blocks]))
+    assert list(index.lookup(chain(text), 3).items()) == [("e7", 36), ("e300", 34), ("e499", 28)]
+    some = index.lookup(chain(text), 10)
+    assert list(some.items())[:3] == [("e7", 36), ("e300", 34), ("e499", 28)]
+    assert len(some) == 10 and set(list(some.values())[3:]) == {20}
+    assert len(index.lookup(chain(text))) == 500
+
+
+def test_the_blocks_used_last_are_told_from_the_head_of_the_last_prompt_on() -> None:
+    index = PrefixIndex(100)
+    index.insert("a", chain("abcd"))
+    index.insert("a", chain("abxy"))
+    index.insert("b", chain("other"))
+    expected = [*chain("abxy").hashes, *chain("abcd").hashes[2:]]
+    assert list(index.recent("a", 100)) == expected
+    assert list(index.recent("a", 3)) == expected[:3]
+    assert not index.recent("nobody", 3)
+    assert index.addresses() == ["a", "b"]
+
+
+@given(
+    st.integers(1, 12),
+    st.lists(st.tuples(st.sampled_from("pqr"), st.lists(st.integers(0, 5), max_size=20), st.integers(0, 9))),
+)
+def test_hashes_that_collide_place_a_prompt_badly_and_break_nothing(limit, steps) -> None:
+    """Who forges a collision makes a chain in which a hash stands twice, or behind other ones than before."""
+    index = PrefixIndex(limit)
+    for address, hashes, number in steps:
+        one = Chain(array("Q", hashes), 64)
+        if number == 0:
+            index.correct(address, one, len(hashes) // 2)
+        elif number == 1:
+            index.set_capacity(address, 1 + len(hashes))
+        else:
+            index.insert(address, one)
+        held = [index.held(each) for each in "pqr"]
+        assert index.blocks == sum(held) <= limit and min(held) >= 0
+        assert all(0 < length <= len(hashes) for length in index.lookup(one).values())
+        assert len(index.recent(address, 100)) == index.held(address)
+    for each in "pqr":
+        index.drop(each)
+    assert index.blocks == 0
+    assert all(not index.lookup(Chain(array("Q", [first]), 64)) for first in range(6))
+
+
+def test_masks_that_collisions_leave_behind_do_not_pile_up() -> None:
+    index = PrefixIndex(20)
+    for number in range(1, 2_000):
+        # The same block stands first in one prompt and third in the next.
+        index.insert("a", Chain(array("Q", [number, number + 1, number + 2]), 64))
+    assert len(index._masks) <= 40
+
+
 @pytest.mark.parametrize("make", [lambda: PrefixIndex(0), lambda: PrefixIndex(1).set_capacity("a", 0)])
 def test_a_limit_below_one_is_refused(make) -> None:
     with pytest.raises(ValueError, match="at least 1"):
