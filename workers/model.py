@@ -134,7 +134,7 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
 
 # The tiny model
 
-TINY_MAX_TOKENS = 4096
+TINY_MAX_TOKENS = 32_768
 """``max_position_embeddings`` of :func:`tiny_llama`."""
 
 _TINY_CORPUS = (
