@@ -127,6 +127,7 @@ class Dispatcher:
             if endpoint.address in self._engines:
                 self.restarted(endpoint)
             self._engines[endpoint.address] = engine_id
+            self.router.told.new_engine(endpoint.address, engine_id)
         predicted = self.router.predicted_tokens
         self.router.prefill_done(ticket, self._clock(), tokens=tokens, cached_tokens=cached_tokens)
         if cached_tokens is not None:
@@ -175,6 +176,14 @@ class Dispatcher:
         """The engine there is a new one."""
         self._log.info("worker_restarted", endpoint=endpoint.address)
         self.router.restarted(endpoint.address)
+
+    def engine_told(self, address: str, engine_id: str) -> None:
+        """Another process has had a reply of this engine."""
+        endpoint = self.router.pool.get(address)
+        if endpoint is not None and self._engines.get(address) != engine_id:
+            if address in self._engines:
+                self.restarted(endpoint)
+            self._engines[address] = engine_id
 
     # -- time --------------------------------------------------------------------------------------------------------------
 

@@ -139,6 +139,11 @@ class PrefixIndex:
             found += run.hashes[: most - len(found)]
         return found
 
+    def runs(self, address: str) -> list[array[int]]:
+        """An endpoint's blocks as they follow each other in prompts, what was used last at the end. Not to be changed."""
+        holder = self._holders.get(address)
+        return [run.hashes for run in holder.runs] if holder else []
+
     def slot(self, address: str) -> int:
         """The number of an endpoint, from now on if it had none: small, and another's after :meth:`drop`."""
         return self._holder(address).slot

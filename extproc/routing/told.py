@@ -10,6 +10,7 @@ import math
 from typing import TYPE_CHECKING
 
 from extproc.routing import health
+from extproc.routing.load import Load
 from extproc.routing.pool import Claim, Role
 from extproc.routing.prefix import Chain
 
@@ -58,6 +59,18 @@ class Told:
 
     def waits(self) -> None:
         """A prompt has begun to wait in the queue."""
+
+    def met(self, prefill: str, decode: str) -> None:
+        """A first handoff between them, made for that, went well."""
+
+    def renewed(self, address: str) -> None:
+        """A worker is there, or there again, and counts as not having met anybody."""
+
+    def new_engine(self, address: str, engine_id: str) -> None:
+        """The engine at an address is this one; before it was another one, or not known."""
+
+    def reported(self, address: str, load: Load) -> None:
+        """A worker was asked for its load."""
 
 
 class Others:
