@@ -111,7 +111,7 @@ async def _dispatch(
         destination=decode.address,
         tags=journey.marks("disaggregate"),
     )
-    await journey.stream.send(wire.body_reply(mutation))
+    await journey.stream.pass_body(mutation, ask.body)
     answered = asyncio.Event()
     journey.on_answer = partial(_on_answer, journey, handoff, answered)
     journey.held.callback(_on_end, journey, handoff, answered, journey.parts.clock())

@@ -52,6 +52,8 @@ class Ask(msgspec.Struct, frozen=True):
     """What is to be prefilled."""
 
     request: InferenceRequest
+    body: bytes
+    """As the client sent it."""
     path: str
     headers: Mapping[str, str]
     """Client headers that the prefill leg carries."""

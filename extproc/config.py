@@ -270,6 +270,9 @@ class Envoy(_Section, frozen=True, kw_only=True):
     it does ext_proc. null: `file` if there is an `eds_dir`, else `grpc`."""
     eds_dir: str | None = None
     """`baton serve` writes `decode.json` and `prefill.json` here for Envoy to watch; null: it writes nothing."""
+    body_mode: Literal["buffered", "full_duplex"] = "buffered"
+    """How bodies of requests come to the filter. `buffered`: whole, by Envoy. `full_duplex`: in pieces, as every Gateway API
+    implementation sends them; requests are then sent on in chunks, without a content-length."""
     pin: Literal["exact", "original_dst"] = "exact"
     """How Envoy reaches the worker that the filter named. `exact`: only if it is one of the known ones. `original_dst`: any
     address that the filter names, with no list of workers in Envoy (and no use for `eds`)."""

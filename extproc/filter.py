@@ -23,8 +23,7 @@ import asyncio
 import math
 import random
 import uuid
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, Final
 
@@ -39,6 +38,7 @@ from extproc.inference import InferenceRequest, parse
 from extproc.journey import Journey, OverError, Parts, Phase, ProtocolError
 from extproc.observe.own_time import ANSWER, PARSE, PHASES, REPLY
 from extproc.observe.reasons import reason_of
+from extproc.observe.request_log import RequestLine, RequestLog
 from extproc.observe.request_span import finish
 from extproc.observe.shown import shown
 from extproc.paths import Treatment, treatment
@@ -72,6 +72,7 @@ class Filter:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
+        self._request_log = parts.request_log or RequestLog(parts.log)
         self._phases = [parts.metrics.filter_phase_seconds.child(phase) for phase in PHASES]
         self.open_streams = 0
         self.held_bytes = 0
@@ -159,26 +160,38 @@ class Filter:
             await stream.send(wire.headers_reply(change))
         else:
             change = wire.Mutation(remove_headers=forbidden, watch_answer=how.apart, tags=journey.marks("none"))
-            await stream.send(wire.headers_reply(change))
+            await stream.pass_headers(change)
             journey.enter(PARSE)
-            body = (await journey.expect(Phase.BODY, wire.RequestBody)).body
-            record.body_bytes = len(body)
-            if len(body) > limits.max_body_bytes:
-                raise ApiError("request_too_large", f"the body is over {limits.max_body_bytes} bytes")
-            if self.held_bytes + len(body) > limits.max_held_bytes:
-                raise ApiError("too_many_requests", f"bodies of {self.held_bytes} bytes are held already")
-            with self._holding(len(body)):
+            try:
+                body = await self._read_body(journey, head)
                 await self._serve_body(journey, headers, body)
+            finally:
+                self.held_bytes -= record.body_bytes
         journey.enter(ANSWER)
         await journey.to_the_end()
 
-    @contextmanager
-    def _holding(self, size_bytes: int) -> Iterator[None]:
-        self.held_bytes += size_bytes
-        try:
-            yield
-        finally:
-            self.held_bytes -= size_bytes
+    async def _read_body(self, journey: Journey, head: wire.RequestHeaders) -> bytes:
+        """The whole body, which counts as held from its first piece on. Raises ApiError, OverError, ProtocolError."""
+        record, limits = journey.record, self._parts.config.limits
+        pieces: list[bytes] = []
+        while True:
+            event = await journey.receive(Phase.BODY)
+            if isinstance(event, wire.RequestTrailers) and head.full_duplex:
+                return b"".join(pieces)
+            if not isinstance(event, wire.RequestBody):
+                raise OverError(event)
+            piece = event.body
+            if record.body_bytes + len(piece) > limits.max_body_bytes:
+                raise ApiError("request_too_large", f"the body is over {limits.max_body_bytes} bytes")
+            if self.held_bytes + len(piece) > limits.max_held_bytes:
+                raise ApiError("too_many_requests", f"bodies of {self.held_bytes} bytes are held already")
+            record.body_bytes += len(piece)
+            self.held_bytes += len(piece)
+            if not head.full_duplex:
+                return piece
+            pieces.append(piece)
+            if event.end_of_stream:
+                return b"".join(pieces)
 
     async def _serve_body(self, journey: Journey, headers: dict[str, str], body: bytes) -> None:
         """From the body to the reply that lets Envoy send it on."""
@@ -188,16 +201,16 @@ class Filter:
         for key in request.removed if request else ():
             parts.metrics.removed_keys.labels(key).inc()
         if request is not None and record.treatment.apart:
-            await self._serve_prompt(journey, headers, request)
+            await self._serve_prompt(journey, headers, request, body)
         else:
             decode = journey.place_other(len(body))
             record.outcome = "whole"
             clean = request.clean_body() if request else None
             tags = journey.marks("none")
             change = wire.Mutation(set_headers=journey.onward, body=clean, destination=decode.address, tags=tags)
-            await stream.send(wire.body_reply(change))
+            await stream.pass_body(change, body)
 
-    async def _serve_prompt(self, journey: Journey, headers: dict[str, str], request: InferenceRequest) -> None:
+    async def _serve_prompt(self, journey: Journey, headers: dict[str, str], request: InferenceRequest, body: bytes) -> None:
         """Send the prompt to its workers, with a handoff where that is worth it and nothing is against it."""
         parts, record = self._parts, journey.record
         arrived_s = parts.clock()
@@ -238,6 +251,7 @@ class Filter:
         if ticket.prefill is not None:
             ask = Ask(
                 request=request,
+                body=body,
                 path=record.path,
                 headers={**{name: headers[name] for name in _FORWARDED if name in headers}, **journey.onward},
                 model=job.model or "",
@@ -270,7 +284,7 @@ class Filter:
             destination=decode.address,
             tags=journey.marks("aggregate"),
         )
-        await journey.stream.send(wire.body_reply(change))
+        await journey.stream.pass_body(change, body)
 
     def _timeout_s(self, headers: dict[str, str]) -> float:
         configured_s = self._parts.config.prefill.timeout_s
@@ -312,14 +326,30 @@ class Filter:
             self._parts.metrics.log_lines.inc("left_out")
             return
         self._parts.metrics.log_lines.inc("logged")
-        fields = {key: value for key, value in msgspec.structs.asdict(record).items() if value is not None}
-        fields["treatment"] = how
-        fields["method"], fields["path"] = shown(record.method, _METHOD_CHARS), shown(record.path, _PATH_CHARS)
-        if journey.answer_status is not None:
-            fields["answer_status"] = journey.answer_status
-        if journey.trace is not None:
-            fields["trace_id"] = journey.trace.trace_id
-        self._parts.log.info("request", **fields, total_ms=round(seconds * 1e3, 1))
+        self._request_log.write(
+            RequestLine(
+                request_id=record.request_id,
+                method=shown(record.method, _METHOD_CHARS),
+                path=shown(record.path, _PATH_CHARS),
+                treatment=how,
+                outcome=record.outcome,
+                status=record.status,
+                whole_reason=record.whole_reason,
+                prefill=record.prefill,
+                decode=record.decode,
+                policy=record.policy,
+                queued_ms=record.queued_ms,
+                prefill_ms=record.prefill_ms,
+                blocks=record.blocks,
+                tokens=record.tokens,
+                cached_tokens=record.cached_tokens,
+                reported_cached_tokens=record.reported_cached_tokens,
+                body_bytes=record.body_bytes,
+                answer_status=journey.answer_status,
+                trace_id=None if journey.trace is None else journey.trace.trace_id,
+                total_ms=round(seconds * 1e3, 1),
+            )
+        )
 
 
 def _error_reply(error: ApiError, journey: Journey) -> Any:

@@ -28,6 +28,7 @@ from extproc.observe.metrics import Metrics
 from extproc.observe.observer import Observer
 from extproc.observe.own_time import DECIDE, QUEUE, OwnTime
 from extproc.observe.promises import Promise
+from extproc.observe.request_log import RequestLog
 from extproc.observe.tags import NONE, OTHER, Mode, Tags
 from extproc.paths import Treatment
 from extproc.prompt import BytesPerToken
@@ -61,7 +62,7 @@ _RESPONSE = (wire.ResponseHeaders, wire.ResponseBody, wire.ResponseTrailers)
 PHASES: dict[Phase, tuple[type[Any], ...]] = {
     Phase.HEADERS: (wire.RequestHeaders,),
     # A response before the request is through is an answer of Envoy's own (413, 504): the request is over.
-    Phase.BODY: (wire.RequestBody, *_RESPONSE),
+    Phase.BODY: (wire.RequestBody, wire.RequestTrailers, *_RESPONSE),
     Phase.QUEUE: _RESPONSE,
     Phase.PREFILL: _RESPONSE,
     Phase.ANSWER: (wire.RequestTrailers, *_RESPONSE),
@@ -124,6 +125,8 @@ class Parts(msgspec.Struct, frozen=True):
     log: Logger
     recent: Recent = msgspec.field(default_factory=Recent)
     """What the live page shows of the last seconds."""
+    request_log: RequestLog | None = None
+    """What takes the lines of requests; None: the log."""
     tracing: Tracing | None = None
     clock: Callable[[], float] = time.monotonic
 
@@ -181,8 +184,9 @@ class Journey:
 
     async def to_the_end(self, work: asyncio.Future[Any] | None = None) -> None:
         """Wave through what Envoy may still send. With ``work``, return when that is done, if the request lasts so long."""
-        while work is None or await self.over_within(work):
-            event = await self.receive(Phase.ANSWER)
+        following: wire.Event | None = None
+        while following is not None or work is None or await self.over_within(work):
+            event, following = following or await self.receive(Phase.ANSWER), None
             if event is None:
                 return
             if isinstance(event, wire.ResponseHeaders) and self.on_answer is not None:
@@ -190,7 +194,7 @@ class Journey:
             if isinstance(event, wire.ResponseHeaders) and self.answer_headers:
                 await self.stream.send(wire.answer_reply(event, self.answer_headers))
             else:
-                await self.stream.send(wire.go_on(event))
+                following = await self.stream.pass_answer(event)
 
     async def over_within(self, work: asyncio.Future[Any] | None, timeout_s: float | None = None) -> bool:
         """Wait for ``work``, but no longer than the request lasts: whether something stirred on the stream first."""

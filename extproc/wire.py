@@ -7,7 +7,7 @@ The messages are the C-backed classes of xds-protos; reading one costs microseco
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -29,6 +29,7 @@ from extproc.transport.call import Call, CallGoneError, Server
 SERVICE_NAME = "envoy.service.ext_proc.v3.ExternalProcessor"
 
 _BUFFERED = processing_mode_pb2.ProcessingMode.BUFFERED
+_FULL_DUPLEX = processing_mode_pb2.ProcessingMode.FULL_DUPLEX_STREAMED
 # The mode of envoy.yaml, but for the headers of the answer.
 _WATCHING = processing_mode_pb2.ProcessingMode(
     request_body_mode=_BUFFERED,
@@ -48,12 +49,18 @@ class RequestHeaders(msgspec.Struct, frozen=True):
     headers: dict[str, str]
     end_of_stream: bool
     """No body follows."""
+    full_duplex: bool = False
+    """The body comes in pieces, and goes on as we send it (FULL_DUPLEX_STREAMED); else in one (BUFFERED)."""
+    answer_full_duplex: bool = False
+    """The answer comes in pieces, too, and goes to the client as we send it."""
 
 
 class RequestBody(msgspec.Struct, frozen=True):
-    """The whole request body."""
+    """The whole request body, or the next piece of it."""
 
     body: bytes
+    end_of_stream: bool = True
+    """Nothing follows, not even trailers."""
 
 
 class RequestTrailers(msgspec.Struct, frozen=True):
@@ -70,6 +77,9 @@ class ResponseHeaders(msgspec.Struct, frozen=True):
 
 class ResponseBody(msgspec.Struct, frozen=True):
     """A piece of the answer (only where the mesh sends it)."""
+
+    body: bytes = b""
+    end_of_stream: bool = False
 
 
 class ResponseTrailers(msgspec.Struct, frozen=True):
@@ -117,19 +127,29 @@ class UnsupportedModeError(Exception):
 
 
 def read_event(request: Any) -> Event:
-    """ProcessingRequest -> Event. Raises UnsupportedModeError for a body mode other than BUFFERED."""
+    """ProcessingRequest -> Event. Raises UnsupportedModeError for another body mode than BUFFERED and FULL_DUPLEX_STREAMED."""
     kind = request.WhichOneof("request")
     if kind == "request_headers":
         message = request.request_headers
-        mode = request.protocol_config.request_body_mode if request.HasField("protocol_config") else _BUFFERED
-        if mode != _BUFFERED and not message.end_of_stream:
+        if not request.HasField("protocol_config"):
+            return RequestHeaders(_headers(message.headers), message.end_of_stream)
+        modes = request.protocol_config
+        mode = modes.request_body_mode
+        if mode not in (_BUFFERED, _FULL_DUPLEX) and not message.end_of_stream:
             name = processing_mode_pb2.ProcessingMode.BodySendMode.Name(mode)
-            raise UnsupportedModeError(f"request_body_mode is {name}; Baton needs BUFFERED")
-        return RequestHeaders(_headers(message.headers), message.end_of_stream)
+            raise UnsupportedModeError(f"request_body_mode is {name}; Baton needs BUFFERED or FULL_DUPLEX_STREAMED")
+        return RequestHeaders(
+            _headers(message.headers),
+            message.end_of_stream,
+            full_duplex=mode == _FULL_DUPLEX,
+            answer_full_duplex=modes.response_body_mode == _FULL_DUPLEX,
+        )
     if kind == "request_body":
-        return RequestBody(request.request_body.body)
+        return RequestBody(request.request_body.body, request.request_body.end_of_stream)
     if kind == "response_headers":
         return ResponseHeaders(_status(request.response_headers.headers), _served(request))
+    if kind == "response_body":
+        return ResponseBody(request.response_body.body, request.response_body.end_of_stream)
     simple = _SIMPLE_EVENTS.get(kind)
     if simple is None:
         raise UnsupportedModeError(f"a message of kind {kind!r}")
@@ -138,17 +158,19 @@ def read_event(request: Any) -> Event:
 
 _SIMPLE_EVENTS: dict[str | None, Event] = {
     "request_trailers": RequestTrailers(),
-    "response_body": ResponseBody(),
     "response_trailers": ResponseTrailers(),
 }
 
 
 def _headers(header_map: Any) -> dict[str, str]:
-    headers: dict[str, str] = {}
-    for header in header_map.headers:
-        # Newer Envoys fill raw_value, older ones value. A byte that is not UTF-8 must not end the request.
-        value = header.raw_value.decode("utf-8", "replace") if header.raw_value else header.value
-        name = header.key.lower()
+    # Newer Envoys fill raw_value, older ones value. A byte that is not UTF-8 must not end the request.
+    pairs = [(header.key, header.raw_value or header.value.encode()) for header in header_map.headers]
+    headers = {name.lower(): str(value, "utf-8", "replace") for name, value in pairs}
+    if len(headers) == len(pairs):
+        return headers
+    headers = {}
+    for key, raw in pairs:
+        name, value = key.lower(), raw.decode("utf-8", "replace")
         headers[name] = f"{headers[name]},{value}" if name in headers else value
     return headers
 
@@ -263,6 +285,9 @@ class Stream:
 
     def __init__(self, call: Call) -> None:
         self._call = call
+        self._full_duplex = self._answer_full_duplex = False
+        self._headers_change: Mutation | None = None
+        self._trailers = False
 
     def called_with(self, name: str) -> str | None:
         """A header of Envoy's call to us, which no client can set."""
@@ -275,7 +300,14 @@ class Stream:
     async def receive(self) -> Event | None:
         """The next event; None when Envoy has closed its side, or the stream is no more."""
         message = await self._call.receive()
-        return None if message is None else read_event(_parse(message))
+        if message is None:
+            return None
+        event = read_event(_parse(message))
+        if isinstance(event, RequestHeaders):
+            self._full_duplex, self._answer_full_duplex = event.full_duplex, event.answer_full_duplex
+        elif isinstance(event, RequestTrailers):
+            self._trailers = True
+        return event
 
     async def send(self, reply: Any) -> None:
         """Send one reply, made by the functions of this module. Raises GoneError."""
@@ -283,6 +315,68 @@ class Stream:
             await self._call.send(reply.SerializeToString())
         except CallGoneError as error:
             raise GoneError(str(error)) from None
+
+    async def pass_headers(self, change: Mutation) -> None:
+        """The request's headers go on, with this change, and its body is to come. Raises GoneError."""
+        if self._full_duplex:
+            self._headers_change = change  # Envoy waits for nothing: one reply is less work for both
+        else:
+            await self.send(headers_reply(change))
+
+    async def pass_body(self, change: Mutation, body: bytes) -> None:
+        """The whole request goes on: ``body``, if the change has no other. Raises GoneError."""
+        if not self._full_duplex:
+            await self.send(body_reply(change))
+            return
+        before = self._headers_change or Mutation()
+        headers = Mutation(
+            set_headers={**before.set_headers, **change.set_headers},
+            remove_headers=before.remove_headers + change.remove_headers,
+            destination=change.destination,
+            tags=change.tags,
+        )
+        await self.send(headers_reply(headers))
+        for piece in _pieces(body if change.body is None else change.body, end_of_stream=not self._trailers):
+            reply = pb.ProcessingResponse()
+            reply.request_body.response.body_mutation.streamed_response.CopyFrom(piece)
+            await self.send(reply)
+        if self._trailers:
+            await self.send(go_on(RequestTrailers()))
+
+    async def pass_answer(self, event: Event) -> Event | None:
+        """What Envoy shows of the answer goes on unchanged. Raises GoneError.
+
+        Pieces that have piled up go together; the event behind them, if it was read with them, is returned.
+        """
+        if not isinstance(event, ResponseBody) or not self._answer_full_duplex:
+            await self.send(go_on(event))
+            return None
+        pieces, following, ended = [event.body], None, event.end_of_stream
+        while not ended and following is None and self._call.stirred().done():
+            more = await self.receive()
+            if isinstance(more, ResponseBody):
+                pieces.append(more.body)
+                ended = more.end_of_stream
+            elif more is None:
+                break  # the next one to ask will be told the same
+            else:
+                following = more
+        for piece in _pieces(b"".join(pieces), end_of_stream=ended):
+            reply = pb.ProcessingResponse()
+            reply.response_body.response.body_mutation.streamed_response.CopyFrom(piece)
+            await self.send(reply)
+        return following
+
+
+_PIECE_BYTES = 62_000
+"""Of a body in one message of ours. The protocol advises less than 64 KiB, and some implementations insist."""
+
+
+def _pieces(body: bytes, *, end_of_stream: bool) -> Iterator[Any]:
+    """A body as messages; an empty one is one message."""
+    for start in range(0, len(body) or 1, _PIECE_BYTES):
+        end = start + _PIECE_BYTES
+        yield pb.StreamedBodyResponse(body=body[start:end], end_of_stream=end_of_stream and end >= len(body))
 
 
 _parse = pb.ProcessingRequest.FromString
