@@ -345,6 +345,9 @@ class Tracing(_Section, frozen=True, kw_only=True):
 _WATCH_SOCKET = "watch.sock"
 _WATCH_PORT = 9004
 
+MOST_PROCESSES = 32
+"""Each knows of all others what they do, so many would do little else."""
+
 _MAX_CACHE_SERVERS = 256
 """Each is a label of its own in the metrics."""
 
@@ -364,6 +367,9 @@ class Config(_Section, frozen=True, kw_only=True):
     """The gRPC server that Envoy's ext_proc filter calls."""
     transport: Literal["grpc", "lean"] = "grpc"
     """What carries it. `grpc`: grpc.aio. `lean`: a small HTTP/2 server of our own, plaintext, for a fraction of the CPU."""
+    processes: int = 1
+    """Processes that share the work, one core each; `baton serve --processes` says it too. With more than 1 they listen at
+    `listen` and a suffix: `.0`, `.1` and so on after a path, and from the port upwards. See [operations](operations.md)."""
     admin: str = "127.0.0.1:9003"
     """`/metrics`, `/healthz`, and `/debug/…`, which shows decisions but no prompt."""
     prefill: Prefill = Prefill()
@@ -404,6 +410,7 @@ class Config(_Section, frozen=True, kw_only=True):
             *((("prefill.via", self.prefill.via),) if self.prefill.via != "direct" else ()),
         ):
             _address(field, text)
+        _check_processes(self)
         _check_workers(self.workers)
         if len(self.cache_servers) > _MAX_CACHE_SERVERS:
             raise ConfigError(f"cache_servers: {len(self.cache_servers)} are more than {_MAX_CACHE_SERVERS}")
@@ -453,6 +460,16 @@ class Config(_Section, frozen=True, kw_only=True):
             raise ConfigError(f"log_level: {self.log_level!r} is not one of debug, info, warning, error")
 
     @property
+    def listens(self) -> list[Address]:
+        """Where Envoy reaches the processes, one each."""
+        address = Address.parse(self.listen)
+        if self.processes == 1:
+            return [address]
+        if address.path:
+            return [Address(path=f"{address.path}.{index}") for index in range(self.processes)]
+        return [Address(host=address.host, port=address.port + index) for index in range(self.processes)]
+
+    @property
     def watches(self) -> bool:
         """Whether any stream may be watched."""
         allowed = any("observe" in rule.allow_overrides for rule in self.policies)
@@ -467,6 +484,17 @@ class Config(_Section, frozen=True, kw_only=True):
         if address.path:
             return str(Address(path=str(Path(address.path).with_name(_WATCH_SOCKET))))
         return str(Address(host=address.host, port=_WATCH_PORT))
+
+
+def _check_processes(config: Config) -> None:
+    """Raises ConfigError."""
+    if not 1 <= config.processes <= MOST_PROCESSES:
+        raise ConfigError(f"processes: {config.processes} is not 1 to {MOST_PROCESSES}")
+    taken = {str(Address.parse(text)) for text in (config.admin, config.watch_listen)}
+    for address in config.listens:
+        _address(f"listen with processes: {config.processes}", str(address))
+        if str(address) in taken:
+            raise ConfigError(f"listen: with processes: {config.processes} also {address}, where something else listens")
 
 
 class Collector(msgspec.Struct, frozen=True):
