@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ from extproc.config import Prefill
 from extproc.dispatcher import Dispatcher
 from extproc.errors import ApiError, RelayedError
 from extproc.handoff import Connector, Handoff, HandoffError, Pair
+from extproc.ids import ids
 from extproc.inference import InferenceRequest, token_ids_of
 from extproc.observe.logs import Logger
 from extproc.observe.metrics import Metrics
@@ -240,8 +240,10 @@ def leg_id(request_id: str) -> str:
 
     Unique, however often we try and whatever a client sends; it begins with the request's, by which the logs are joined.
     """
-    plain = _NOT_PLAIN.sub("_", request_id[:_ID_CHARS])
-    return f"{plain}-{uuid.uuid4().hex}"
+    plain = request_id[:_ID_CHARS]
+    if not (plain.isascii() and plain.replace("-", "").isalnum()):  # most are UUIDs
+        plain = _NOT_PLAIN.sub("_", plain)
+    return f"{plain}-{ids.fresh()}"
 
 
 async def last_chance(call: asyncio.Future[Any]) -> None:

@@ -31,6 +31,7 @@ from extproc.observe.logs import Logger, take_over
 from extproc.observe.metrics import Metrics
 from extproc.observe.observer import Observer
 from extproc.observe.pulse import Pulse
+from extproc.observe.request_log import RequestLog
 from extproc.prefill import PrefillClient
 from extproc.prompt import BytesPerToken
 from extproc.recent import Recent
@@ -75,6 +76,8 @@ class Server:
         self._metrics = Metrics()
         if writer is not None:
             writer.on_drop = lambda: self._metrics.log_lines.inc("dropped")
+        as_json = config.log_format == "json" and config.log_level in ("debug", "info")
+        self._request_log = RequestLog(log, writer if as_json else None)
         self._pool = Pool(EndpointSet())
         self._cache_servers = CacheServers(config.cache_servers, self._metrics, log)
         self._health = health.aio.HealthServicer()
@@ -153,6 +156,7 @@ class Server:
                     observer=self._observer,
                     log=self._log,
                     recent=recent,
+                    request_log=self._request_log,
                     tracing=tracing,
                 )
             )
