@@ -48,9 +48,10 @@ class Fleet:
         log: Logger,
         on_change: Callable[[], None],
         own_headers: Mapping[str, str],
+        leads: Callable[[], bool] = lambda: True,
     ) -> None:
         """``on_change`` is called when a worker comes, goes, or changes between live and not; ``own_headers``: see
-        :mod:`extproc.worker_key`.
+        :mod:`extproc.worker_key`. ``leads``: no other process of this filter scrapes workers and writes Envoy's files.
 
         Raises SourceError, and OSError where endpoint files cannot be written.
         """
@@ -62,6 +63,7 @@ class Fleet:
         self._metrics = metrics
         self._log = log
         self._on_change = on_change
+        self._leads = leads
         self._stale_files = asyncio.Event()
         self._scrapes: dict[str, Scrape] = {}
         self._shown: set[tuple[str, str]] = set()
@@ -74,14 +76,15 @@ class Fleet:
             log=log,
         )
         self._scraper = LoadScraper(
-            lambda: [each.address for each in self.pool.endpoints if each.live],
+            lambda: [each.address for each in self.pool.endpoints if each.live] if leads() else [],
             self._on_scrape,
             lambda _address, _reason: metrics.scrapes.labels("failed").inc(),
             settings=config.scrape,
         )
         self._told: dict[str, list[str]] = {}
-        """What Envoy reads in its files."""
-        self._write_now(self._clusters())
+        """What Envoy reads in its files, if it was written here."""
+        if leads():
+            self._write_now(self._clusters())
 
     @property
     def pool(self) -> Pool:
@@ -95,6 +98,11 @@ class Fleet:
                 tasks.create_task(part.run())
             tasks.create_task(self._sweep())
             tasks.create_task(self._follow_files())
+
+    def lead(self) -> None:
+        """From now on Envoy's files are written here."""
+        self._told = {}
+        self._stale_files.set()
 
     async def first_look(self) -> None:
         """Wait until every source of workers has been asked once."""
@@ -143,6 +151,7 @@ class Fleet:
         if self._warm_up.took_transfer(address):
             load = msgspec.structs.replace(load, transfer_s=None, transfer_bytes=None)
         self._dispatcher.on_load(address, load)
+        self._router.told.reported(address, load)
         self._scrapes[address] = scrape
         known = before is not None and None not in (before.process_start_s, scrape.process_start_s)
         self._warm_up.reported(address, same=known and not scrape.restarted)
@@ -180,7 +189,7 @@ class Fleet:
             await self._stale_files.wait()
             self._stale_files.clear()
             clusters = self._clusters()
-            if clusters == self._told:
+            if clusters == self._told or not self._leads():
                 continue
             try:
                 await asyncio.to_thread(self._write_now, clusters)

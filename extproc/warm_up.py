@@ -7,6 +7,7 @@ through another one costs a small prompt more.
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +32,8 @@ _SHOWN = 20
 _RETRY_AFTER_S = 5.0
 _UNSURE_S = 5.0
 """A worker that was away and does not report by then counts as a new engine."""
+_ALONE_S = 15.0
+"""So long another process may take to make a worker warm."""
 _GROUPS = 1_000
 """Kinds of prompts of which is remembered whether they have to wait."""
 
@@ -49,9 +52,11 @@ class WarmUp:
         metrics: Metrics,
         log: Logger,
         on_change: Callable[[], None],
+        leads: Callable[[], bool] = lambda: True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``on_change`` is called when a worker begins or ceases to be warm."""
+        """``on_change`` is called when a worker begins or ceases to be warm. ``leads``: no other process of this filter makes
+        first handoffs, and says whom they let meet."""
         self._settings = config.warm_up
         self._dispatcher = dispatcher
         self._router = dispatcher.router
@@ -60,6 +65,7 @@ class WarmUp:
         self._metrics = metrics
         self._log = log
         self._on_change = on_change
+        self._leads = leads
         self._clock = clock
         self._rules = rules(config.policies)
         self._plan = Plan(config.warm_up, self._pairs)
@@ -128,6 +134,7 @@ class WarmUp:
         self._unsure.pop(address, None)
         self._pairs.part(address)
         self._plan.renewed(address)
+        self._router.told.renewed(address)
 
     def _forgotten(self, address: str) -> None:
         """The engine is another one, or gone."""
@@ -210,10 +217,16 @@ class WarmUp:
     # -- meetings ----------------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
+        if not self._leads() and not self._left_alone():
+            return
         for link in self._plan.next(self._clock()):
             task = asyncio.create_task(self._meet(link))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+
+    def _left_alone(self) -> bool:
+        """Whether a worker is not warm for so long that the process which should see to it seems not to."""
+        return min(self._since_s.values(), default=math.inf) <= self._clock() - _ALONE_S
 
     async def _meet(self, link: Link) -> None:
         started_s = self._clock()
@@ -239,6 +252,7 @@ class WarmUp:
         if reason is None:
             if present and not self._plan.is_void(link):
                 self._pairs.succeeded(*link)
+                self._router.told.met(*link)
             self._plan.ended(link, None, now_s)
             self._seen = None
             self._metrics.warm_ups.labels("ok").inc()

@@ -11,7 +11,7 @@ import itertools
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import grpc.aio
@@ -66,7 +66,11 @@ class AccessLog:
         self._on_lost = on_lost
         self._log = log
         self._clock = clock
-        self._names = (f"{os.urandom(4).hex()}-{number}" for number in itertools.count())
+        self._names = names(os.urandom(4).hex())
+        self.pass_on: Callable[[Line], bool] = lambda _line: False
+        """Gets lines of requests that are not known here; True: they are another process's, which has them now."""
+        self.elsewhere: Callable[[], bool] | None = None
+        """Whether another process waits for lines that may come here. None: there is no other process."""
         self._notes: dict[str, Note] = {}
         self._ended: deque[tuple[float, str]] = deque()
         self._unnamed: deque[float] = deque()
@@ -81,6 +85,10 @@ class AccessLog:
         """Of these, lines of requests that another filter served, or none."""
         self.lost = 0
         """Lines that did not come in time."""
+
+    def name_by(self, prefix: str) -> None:
+        """From now on names of requests begin so, and a hyphen: by which processes know their own lines."""
+        self._names = names(prefix)
 
     # -- a request ---------------------------------------------------------------------------------------------------------
 
@@ -144,15 +152,25 @@ class AccessLog:
     def take(self, message: als_pb2.StreamAccessLogsMessage) -> None:
         """One batch."""
         for line in lines(message):
-            self.received += 1
-            note = self._notes.pop(line.key, None)
-            if note is None:
-                self.foreign += 1
-                if not line.key and line.outcome == "client_gone":
-                    self._unnamed.append(self._clock())
-                note = Note(key=line.key, tags=_foreign(line))
-            note.reported = True
-            self._told(line, note)
+            if line.key in self._notes or not self.pass_on(line):
+                self.hear(line)
+
+    def hear(self, line: Line) -> None:
+        """One line."""
+        self.received += 1
+        note = self._notes.pop(line.key, None)
+        if note is None:
+            self.foreign += 1
+            if not line.key and line.outcome == "client_gone":
+                self._unnamed.append(self._clock())
+            note = Note(key=line.key, tags=_foreign(line))
+        note.reported = True
+        self._told(line, note)
+
+    @property
+    def awaited(self) -> int:
+        """Requests whose line has not come."""
+        return len(self._notes)
 
     # -- time --------------------------------------------------------------------------------------------------------------
 
@@ -181,11 +199,16 @@ class AccessLog:
         while True:
             if last_s is None and quiet():
                 last_s = self._clock() + _QUIET_S
-            if last_s is not None and (not self._notes or not self.streams or self._clock() >= last_s):
+            if last_s is not None and (self._complete() or self._clock() >= last_s):
                 break
             await asyncio.sleep(0.05)
         self._closing.set()
         self._log.info("access_log_closed", lines=self.received, lost=self.lost + len(self._notes) if self.expected else 0)
+
+    def _complete(self) -> bool:
+        if self.elsewhere is None:
+            return not self._notes or not self.streams
+        return not self._notes and not self.elsewhere()
 
     def status(self) -> dict[str, Any]:
         """For `/healthz`: whether Envoy reports, and what is missing without it."""
@@ -196,6 +219,11 @@ class AccessLog:
             "lost": self.lost,
             **({} if self.streams else {"without_it": "no TTFT, no ITL, no client that left during an answer"}),
         }
+
+
+def names(prefix: str) -> Iterator[str]:
+    """Names of requests without end."""
+    return (f"{prefix}-{number}" for number in itertools.count())
 
 
 def _foreign(line: Line) -> Tags:

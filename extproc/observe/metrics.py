@@ -46,8 +46,10 @@ _WORKER = ("role", "endpoint")
 
 
 class _One(Collector):
-    def __init__(self, family: Metric) -> None:
+    def __init__(self, family: Metric, process: str | None) -> None:
         self._family = family
+        if process is not None:
+            family.samples = [sample._replace(labels={**sample.labels, "process": process}) for sample in family.samples]
 
     def collect(self) -> Iterable[Metric]:
         yield self._family
@@ -324,6 +326,23 @@ class Metrics:
             watch="`dropped`, `failed`",
         )
 
+        make.topic("Processes")
+        self.siblings = make.gauge(
+            "baton_siblings", "Other processes of the same filter that are heard; with `processes: N` it should be N - 1"
+        )
+        self.process_restarts = make.gauge(
+            "baton_process_restarts", "How often this process was started again since its parent runs", watch="above 0"
+        )
+        self.sibling_messages = make.tally(
+            "baton_sibling_messages",
+            "What processes tell each other, in datagrams: `sent`, `received`, `waited` (its reader was behind, it was sent "
+            "later), `unsent` (nobody was there), `missed`, `malformed`, `overflow` (so far behind that it is told everything "
+            "again), `gone` (a process was given up, and its share of the ledger with it)",
+            ["outcome"],
+            known=[(each,) for each in ("sent", "received", "waited", "unsent", "missed", "malformed", "overflow", "gone")],
+            watch="`missed`, `malformed`, `overflow`",
+        )
+
         make.topic("Warm-up")
         self.warm_ups = make.counter(
             "baton_warm_up",
@@ -359,11 +378,14 @@ class Metrics:
             ["server"],
         )
 
-    async def render(self) -> bytes:
-        """The text exposition format. Hundreds of workers make it tens of milliseconds of work, so others get their turns."""
+    async def render(self, process: str | None = None) -> bytes:
+        """The text exposition format; ``process`` is a label of every sample, where there are several processes.
+
+        Hundreds of workers make it tens of milliseconds of work, so others get their turns.
+        """
         parts: list[bytes] = []
         for family in self.registry.collect():
-            parts.append(generate_latest(_One(family)))
+            parts.append(generate_latest(_One(family, process)))
             await asyncio.sleep(0)
         return b"".join(parts)
 

@@ -76,6 +76,8 @@ class Observer:
             if config.watches
             else None
         )
+        self.pass_on_sighting: Callable[[Sighting], bool] = lambda _sighting: False
+        """Gets what was seen of streams that are not known here; True: they are another process's, which has it now."""
         self._in_flight: dict[Tags, int] = {}
         self._watched: dict[str, Observed] = {}
         self._due: deque[tuple[float, str]] = deque()
@@ -173,6 +175,11 @@ class Observer:
             self._metrics.accounts.note_prompt(note.tags.model, note.tags.tenant, tokens, None)
 
     def _on_sighting(self, seen: Sighting) -> None:
+        if seen.key in self._watched or not self.pass_on_sighting(seen):
+            self.sighted(seen)
+
+    def sighted(self, seen: Sighting) -> None:
+        """A stream that was watched has come to its end."""
         observed = self._watched.pop(seen.key, None)
         if observed is None:
             return  # of another filter, or too late
@@ -191,7 +198,7 @@ class Observer:
     async def run(self) -> None:
         """Watch streams, and look for what is overdue, until cancelled."""
         self._log.info("observing", **self.status())
-        watching = None if self.watcher is None else asyncio.ensure_future(self.watcher.run())
+        watching = None if self.watcher is None or self.watcher.elsewhere else asyncio.ensure_future(self.watcher.run())
         try:
             while True:
                 await asyncio.sleep(_SWEEP_S)
@@ -221,6 +228,11 @@ class Observer:
             "ended": [_ended(line, tags) for line, tags in reversed(self._ended)],
             "watched": list(reversed(self._seen)),
         }
+
+    def share_watch(self, processes: int, *, here: bool) -> None:
+        """The process that watches is one for all: started ``here`` or by another of so many, with a part of its room each."""
+        if self.watcher is not None:
+            self.watcher.share(processes, here=here)
 
     def status(self) -> dict[str, Any]:
         """For `/healthz`."""

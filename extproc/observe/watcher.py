@@ -34,10 +34,18 @@ class Watcher:
         self.refused = 0
         """Streams that were drawn, and not watched because so many were already, or because the process is away."""
         self._open: set[str] = set()
+        self._most = max_streams
+        self.elsewhere = False
+        """Another process of the same filter runs it, and passes on what it says."""
+
+    def share(self, processes: int, *, here: bool) -> None:
+        """So many use it, of which only one runs it."""
+        self._most = max(1, self._max_streams // processes)
+        self.elsewhere = self.running = not here
 
     def take(self, key: str) -> bool:
         """Whether one more stream can be watched; whoever gets it calls :meth:`leave` when it is over."""
-        if not self.running or len(self._open) >= self._max_streams:
+        if not self.running or len(self._open) >= self._most:
             self.refused += 1
             return False
         self._open.add(key)
