@@ -13,6 +13,7 @@ from extproc.config import Address
 from extproc.debug import Debug
 from extproc.live import Live
 from extproc.observe.metrics import Metrics
+from extproc.processes.pages import SiblingPages
 
 
 async def start(
@@ -21,18 +22,31 @@ async def start(
     status: Callable[[], tuple[bool, dict[str, object]]],
     debug: Debug,
     live: Live,
+    *,
+    process: str | None = None,
+    siblings: SiblingPages | None = None,
 ) -> web.AppRunner:
-    """Serve until the runner's ``cleanup()``. ``status`` says (ready, what to show). Raises OSError if the port is busy."""
+    """Serve until the runner's ``cleanup()``. ``status`` says (ready, what to show). Raises OSError if the port is busy.
+
+    ``process``: which of several this is, as a label of its metrics. ``siblings``: the others are shown here too.
+    """
 
     async def show_metrics(_: web.Request) -> web.Response:
-        return web.Response(body=await metrics.render(), headers={"content-type": CONTENT_TYPE_LATEST})
+        page = await metrics.render(process)
+        if siblings is not None:
+            page = await siblings.metrics(page)
+        return web.Response(body=page, headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def show_health(_: web.Request) -> web.Response:
         ready, details = status()
+        if siblings is not None:
+            ready, details = await siblings.health(ready, details)
         return web.json_response({"ready": ready, **details}, status=200 if ready else 503)
 
     app = web.Application(client_max_size=debug.max_bytes)
     app.add_routes([web.get("/metrics", show_metrics), web.get("/healthz", show_health), *debug.routes(), *pages.routes(live)])
+    if siblings is not None:
+        app.add_routes(siblings.routes())
     app.on_response_prepare.append(pages.secure)
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()

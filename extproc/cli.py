@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from extproc import __version__, cli_cache, cli_preflight, cli_top, cli_worker
 from extproc.config import Config, ConfigError, load
+
+if TYPE_CHECKING:
+    from extproc.processes.member import Member
 
 app = typer.Typer(
     help="Prefill/decode disaggregation for vLLM behind Envoy.",
@@ -127,21 +131,58 @@ def up(
     )
 
 
-@app.command(epilog="Example:  baton serve --config baton.yaml")
-def serve(config: ConfigOption = Path("baton.yaml")) -> None:
+@app.command(epilog="Examples:  baton serve --config baton.yaml  ·  baton serve --config baton.yaml --processes 4")
+def serve(
+    config: ConfigOption = Path("baton.yaml"),
+    processes: Annotated[
+        int | None,
+        typer.Option(help="Processes that share the work, one core each, instead of `processes` of the configuration."),
+    ] = None,
+    member: Annotated[str | None, typer.Option(hidden=True, help="What a parent tells one of its processes.")] = None,
+) -> None:
     """Run the ext_proc filter until SIGTERM, then drain."""
-    from extproc import server
     from extproc.observe.logs import make_logger, make_writer
 
-    settings = _load(config)
-    writer = make_writer(sys.stderr.fileno(), settings.log_format, colour=sys.stderr.isatty())
+    settings = _with_processes(_load(config), processes)
+    among = None if member is None else _member(member)
+    writer = make_writer(
+        sys.stderr.fileno(), settings.log_format, colour=sys.stderr.isatty() if among is None else among.colour
+    )
+    log = make_logger(settings.log_level, log_format=settings.log_format, sink=writer)
     try:
-        server.run(settings, make_logger(settings.log_level, log_format=settings.log_format, sink=writer), writer)
+        if among is None and settings.processes > 1:
+            from extproc.processes import parent
+
+            status = parent.run(config, settings.processes, log, writer, colour=sys.stderr.isatty())
+            if status:
+                raise typer.Exit(status)
+            return
+        from extproc import server
+
+        server.run(settings, log, writer, among)
     except (OSError, ConfigError) as error:
         writer.close()
         raise _fail(str(error)) from None
     finally:
         writer.close()
+
+
+def _with_processes(settings: Config, processes: int | None) -> Config:
+    if processes is None:
+        return settings
+    try:
+        return msgspec.structs.replace(settings, processes=processes)
+    except ConfigError as error:
+        raise _fail(f"--processes: {error}") from None
+
+
+def _member(text: str) -> Member:
+    from extproc.processes.member import Member
+
+    try:
+        return msgspec.json.decode(text, type=Member)
+    except msgspec.DecodeError as error:
+        raise _fail(f"--member: {error}; only `baton serve --processes` starts processes with it") from None
 
 
 @app.command(epilog="Example:  baton check --config baton.yaml")
@@ -161,7 +202,7 @@ def check(config: ConfigOption = Path("baton.yaml")) -> None:
     for source in (workers.file, *(each.name or each.srv for each in workers.dns)):
         if source is not None:
             table.add_row("more workers from", source)
-    table.add_row("ext_proc listens on", settings.listen)
+    table.add_row("ext_proc listens on", "\n".join(map(str, settings.listens)))
     table.add_row("prefill calls go", settings.prefill.via)
     table.add_row("admin", settings.admin)
     table.add_row("Envoy listens on", settings.envoy.listen)
@@ -198,13 +239,14 @@ def envoy_config(
         Path | None, typer.Option("--config", "-c", help="Configuration file; without it, the example in envoy/.")
     ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write here instead of standard output.")] = None,
+    processes: Annotated[int | None, typer.Option(help="As for `baton serve`, if it is told there.")] = None,
 ) -> None:
     """Write Envoy's configuration that fits the filter's."""
     from extproc.envoy_config import EXAMPLE
     from extproc.envoy_yaml import render
 
     try:
-        text = render(EXAMPLE if config is None else _load(config))
+        text = render(_with_processes(EXAMPLE if config is None else _load(config), processes))
         if output is None:
             sys.stdout.write(text)
         else:

@@ -33,6 +33,11 @@ from extproc.observe.observer import Observer
 from extproc.observe.pulse import Pulse
 from extproc.observe.request_log import RequestLog
 from extproc.prefill import PrefillClient
+from extproc.processes.lifeline import Lifeline
+from extproc.processes.member import Member, config_of
+from extproc.processes.pages import SiblingPages
+from extproc.processes.post import Post
+from extproc.processes.siblings import Siblings
 from extproc.prompt import BytesPerToken
 from extproc.recent import Recent
 from extproc.release import Releaser
@@ -69,8 +74,12 @@ _SPARE_STREAMS = 1_000
 class Server:
     """One filter process."""
 
-    def __init__(self, config: Config, log: Logger, writer: LogWriter | None = None) -> None:
-        """``writer``: what ``log`` writes to, to count the lines that it must drop."""
+    def __init__(self, config: Config, log: Logger, writer: LogWriter | None = None, member: Member | None = None) -> None:
+        """``writer``: what ``log`` writes to, to count the lines that it must drop. ``member``: which of several processes this
+        is; None: the only one."""
+        self._member = member
+        self._lifeline: Lifeline | None = None
+        self._siblings: Siblings | None = None
         self._config = config
         self._log = log
         self._metrics = Metrics()
@@ -90,9 +99,7 @@ class Server:
     async def run(self) -> None:
         """Serve until SIGTERM or SIGINT, then drain. Raises OSError if an address cannot be used."""
         config = self._config
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal)
+        self._listen_for_the_end()
         pulse = Pulse(on_lag=self._metrics.loop_lag_seconds.observe)
         engines = Engines(self._metrics)
         connector = choose_connector(config.handoff)
@@ -106,13 +113,21 @@ class Server:
             log=self._log,
             longest_request_s=_LONGEST_REQUEST_S,
         )
+        siblings = await self._meet_siblings(dispatcher)
+        leads = (lambda: True) if siblings is None else siblings.leads
         recent = Recent()
         live = Live(config, dispatcher, recent, self._status, log=self._log, times=self._observer.times.snapshot)
         own_headers = worker_key.headers(config.workers.api_key_file)
         releaser = Releaser(config.handoff, live_decode_worker(router), self._metrics, self._log, own_headers=own_headers)
         meeting = Meeting(config, connector, releaser, pulse, own_headers=own_headers)
         warm_up = self._warm_up = WarmUp(
-            config, dispatcher, meeting, metrics=self._metrics, log=self._log, on_change=self._on_endpoint_change
+            config,
+            dispatcher,
+            meeting,
+            metrics=self._metrics,
+            log=self._log,
+            on_change=self._on_endpoint_change,
+            leads=leads,
         )
         try:
             fleet = self._fleet = Fleet(
@@ -124,6 +139,7 @@ class Server:
                 log=self._log,
                 on_change=self._on_endpoint_change,
                 own_headers=own_headers,
+                leads=leads,
             )
         except SourceError as error:
             raise OSError(str(error)) from error
@@ -165,15 +181,25 @@ class Server:
                 asyncio.create_task(part.run())
                 for part in (fleet, dispatcher, pulse, live, self._cache_servers, self._observer)
             ]
+            if siblings is not None:
+                siblings.on_lead = fleet.lead
+                siblings.load = lambda: (filter_.open_streams, self._observer.access_log.awaited)
+                background.append(asyncio.create_task(siblings.run()))
             await fleet.first_look()
+            if siblings is not None:
+                siblings.settled()
             server = await self._start_grpc(filter_)
             debug = Debug(
                 dispatcher, Explainer(config), bytes_per_token, self._observer, max_body_bytes=config.limits.max_body_bytes
             )
-            runner = await admin.start(Address.parse(config.admin), self._metrics, self._status, debug, live)
+            runner = await admin.start(
+                Address.parse(config.admin), self._metrics, self._status, debug, live, **self._shown_with_siblings()
+            )
             self._log.info(
                 "serving", version=__version__, listen=config.listen, admin=config.admin, prefill_via=config.prefill.via
             )
+            if self._lifeline is not None:
+                self._lifeline.serving()
             try:
                 await self._until_stopped(background)
                 await self._drain(server, filter_)
@@ -186,6 +212,40 @@ class Server:
                 if tracing is not None:
                     await tracing.close(self._log)
         self._log.info("stopped")
+
+    # -- one of several processes ------------------------------------------------------------------------------------------
+
+    def _listen_for_the_end(self) -> None:
+        loop, member = asyncio.get_running_loop(), self._member
+        # To one of several a signal may come twice, from its parent's parent too: only the parent says when not to wait.
+        on_signal = self._on_signal if member is None else self._stop.set
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, on_signal)
+        if member is not None:
+            self._lifeline = Lifeline(member.lifeline, on_drain=self._stop.set, on_cut=self._cut.set)
+
+    async def _meet_siblings(self, dispatcher: Dispatcher) -> Siblings | None:
+        """None: there are none. Raises OSError."""
+        member, observer = self._member, self._observer
+        if member is None:
+            return None
+        siblings = self._siblings = Siblings(member, dispatcher, Post(member), metrics=self._metrics, log=self._log)
+        observer.access_log.name_by(siblings.epoch)
+        observer.access_log.pass_on, siblings.on_line = siblings.pass_on, observer.access_log.hear
+        observer.access_log.elsewhere = lambda: not siblings.quiet()
+        observer.pass_on_sighting, siblings.on_sighting = siblings.pass_on_sighting, observer.sighted
+        observer.share_watch(member.count, here=member.index == 0)
+        await siblings.open()
+        return siblings
+
+    def _shown_with_siblings(self) -> dict[str, Any]:
+        """What the admin port is to know of the others."""
+        member = self._member
+        if member is None:
+            return {}
+        return {"process": str(member.index), "siblings": None if member.index else SiblingPages(member)}
+
+    # -- parts -------------------------------------------------------------------------------------------------------------
 
     def _open_tracing(self) -> Tracing | None:
         """None: it is off. Raises ConfigError, OSError."""
@@ -246,6 +306,7 @@ class Server:
             **self._fleet.status(),
             "cache_servers": self._cache_servers.status(),
             **self._observer.status(),
+            **({} if self._siblings is None else {"process": self._siblings.status()}),
         }
 
     def _why_not(self, *, live: bool, warm: bool) -> str | None:
@@ -282,7 +343,7 @@ class Server:
             await asyncio.sleep(drain.delay_s)
             # Streams that never end by themselves would be waited for.
             self._fleet.endpoints.close()
-            logged = asyncio.create_task(self._observer.access_log.close(lambda: not filter_.open_streams))
+            logged = asyncio.create_task(self._observer.access_log.close(lambda: self._quiet(filter_)))
             await server.stop(drain.timeout_s)
             logged.cancel()
 
@@ -294,16 +355,21 @@ class Server:
         if filter_.open_streams:
             self._log.warning("drain_cut_short", cut_streams=filter_.open_streams)
 
+    def _quiet(self, filter_: Filter) -> bool:
+        """Whether no request is open, here or in another process whose lines of the access log may come here."""
+        return not filter_.open_streams and (self._siblings is None or self._siblings.at_rest())
 
-def run(config: Config, log: Logger, writer: LogWriter | None = None) -> None:
+
+def run(config: Config, log: Logger, writer: LogWriter | None = None, member: Member | None = None) -> None:
     """Serve until told to stop, on uvloop. Raises OSError if an address cannot be used, ConfigError.
 
-    ``writer``: what ``log`` writes to.
+    ``writer``: what ``log`` writes to. ``member``: which of several processes this is, by the configuration of all.
     """
     import uvloop
 
     async def main() -> None:
-        await Server(config, log, writer).run()
+        own = config if member is None else config_of(config, member)
+        await Server(own, log, writer, member).run()
 
     take_over(log)
     uvloop.run(main())

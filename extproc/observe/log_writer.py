@@ -45,6 +45,11 @@ class LogWriter:
             return
         self._lines.put(line)
 
+    @property
+    def waiting(self) -> int:
+        """Lines that are not written yet, about."""
+        return self._lines.qsize()
+
     def flush(self) -> None:
         """Nothing: the thread writes as soon as it can."""
 

@@ -21,6 +21,8 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     """Descriptor of the socket to the parent; its end means that the parent is gone."""
     restarts: int = 0
     """How often this one had to be started again."""
+    colour: bool = False
+    """The parent writes logs to a terminal."""
 
     @property
     def siblings(self) -> tuple[int, ...]:

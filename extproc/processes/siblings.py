@@ -187,9 +187,13 @@ class Siblings(Told):
         there = [each for each in self._siblings.values() if each.epoch is not None or (starting and each.heard_s < 0)]
         return all(each.index > self.member.index for each in there)
 
+    def at_rest(self) -> bool:
+        """Whether no sibling has an open request."""
+        return not any(each.open_streams for each in self._alive())
+
     def quiet(self) -> bool:
-        """Whether no sibling has an open request, or waits for a line of the access log that may come to us."""
-        return not any(each.open_streams or each.awaited_lines for each in self._alive())
+        """Nor waits for a line of the access log, which may come to us."""
+        return self.at_rest() and not any(each.awaited_lines for each in self._alive())
 
     def status(self) -> dict[str, Any]:
         """For `/healthz`."""
