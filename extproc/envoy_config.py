@@ -35,6 +35,7 @@ from envoy_data_plane.envoy.extensions.filters.http.lua import v3 as lua
 from envoy_data_plane.envoy.extensions.filters.http.router import v3 as router
 from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager import v3 as hcm
 from envoy_data_plane.envoy.extensions.http.early_header_mutation.header_mutation import v3 as early
+from envoy_data_plane.envoy.extensions.load_balancing_policies.least_request import v3 as least_request
 from envoy_data_plane.envoy.extensions.load_balancing_policies.override_host import v3 as override_host
 from envoy_data_plane.envoy.extensions.load_balancing_policies.round_robin import v3 as round_robin
 from envoy_data_plane.envoy.extensions.load_balancing_policies.subset import v3 as subset
@@ -589,28 +590,35 @@ def _exact_pin() -> cluster.LoadBalancingPolicy:
     )
 
 
-def _grpc_cluster(name: str, listen: str) -> cluster.Cluster:
-    """Of one gRPC server of the filter."""
-    address = _dial(Address.parse(listen))
-    named = bool(address.host) and _ip(address) is None
+def _grpc_cluster(name: str, *listens: Address) -> cluster.Cluster:
+    """Of gRPC servers of the filter, one or several that are as good as each other."""
+    addresses = [_dial(listen) for listen in listens]
+    named = bool(addresses[0].host) and _ip(addresses[0]) is None
     protocol = upstreams.HttpProtocolOptions(
         explicit_http_config=upstreams.HttpProtocolOptionsExplicitHttpConfig(http2_protocol_options=core.Http2ProtocolOptions())
     )
-    target = endpoint.LbEndpoint(endpoint=endpoint.Endpoint(address=_address(address)))
+    targets = [endpoint.LbEndpoint(endpoint=endpoint.Endpoint(address=_address(address))) for address in addresses]
     return cluster.Cluster(
         name=name,
+        load_balancing_policy=_least_request() if len(targets) > 1 else None,
         type=cluster.ClusterDiscoveryType.STRICT_DNS if named else cluster.ClusterDiscoveryType.STATIC,
         connect_timeout=_CONNECT_TIMEOUT,
         load_assignment=endpoint.ClusterLoadAssignment(
-            cluster_name=name, endpoints=[endpoint.LocalityLbEndpoints(lb_endpoints=[target])]
+            cluster_name=name, endpoints=[endpoint.LocalityLbEndpoints(lb_endpoints=targets)]
         ),
         circuit_breakers=_no_circuit_breaker(),
         typed_extension_protocol_options=_protocol(protocol),
     )
 
 
+def _least_request() -> cluster.LoadBalancingPolicy:
+    """Of a few endpoints all are looked at, not two that are drawn: one of them may well be the busier one twice."""
+    scan = least_request.LeastRequest(selection_method=least_request.LeastRequestSelectionMethod.FULL_SCAN)
+    return _policy("envoy.load_balancing_policies.least_request", scan)
+
+
 def _watch_cluster(config: Config) -> cluster.Cluster:
-    return _grpc_cluster(WATCH_CLUSTER, config.watch_listen)
+    return _grpc_cluster(WATCH_CLUSTER, Address.parse(config.watch_listen))
 
 
 def _extproc(config: Config) -> cluster.Cluster:
@@ -622,7 +630,7 @@ def _extproc(config: Config) -> cluster.Cluster:
         healthy_threshold=1,
         grpc_health_check=core.HealthCheckGrpcHealthCheck(service_name="envoy.service.ext_proc.v3.ExternalProcessor"),
     )
-    made = _grpc_cluster(EXTPROC_CLUSTER, config.listen)
+    made = _grpc_cluster(EXTPROC_CLUSTER, *config.listens)
     made.health_checks = [check]
     made.common_lb_config = cluster.ClusterCommonLbConfig(healthy_panic_threshold=types.Percent(value=0.0))
     return made
@@ -631,7 +639,7 @@ def _extproc(config: Config) -> cluster.Cluster:
 def _collector(settings: Tracing) -> cluster.Cluster:
     assert settings.endpoint is not None
     where = collector(settings.endpoint, settings.protocol)
-    made = _grpc_cluster(COLLECTOR_CLUSTER, where.authority)
+    made = _grpc_cluster(COLLECTOR_CLUSTER, Address.parse(where.authority))
     if settings.protocol == "http":
         made.typed_extension_protocol_options = {}
     return made
