@@ -270,9 +270,10 @@ class Envoy(_Section, frozen=True, kw_only=True):
     it does ext_proc. null: `file` if there is an `eds_dir`, else `grpc`."""
     eds_dir: str | None = None
     """`baton serve` writes `decode.json` and `prefill.json` here for Envoy to watch; null: it writes nothing."""
-    body_mode: Literal["buffered", "full_duplex"] = "buffered"
+    body_mode: Literal["buffered", "full_duplex", "full_duplex_both"] = "buffered"
     """How bodies of requests come to the filter. `buffered`: whole, by Envoy. `full_duplex`: in pieces, as every Gateway API
-    implementation sends them; requests are then sent on in chunks, without a content-length."""
+    implementation sends them; requests are then sent on in chunks, without a content-length. `full_duplex_both`: those of
+    answers, too, as such an implementation does it: for trying it out only, since every token then passes the filter."""
     pin: Literal["exact", "original_dst"] = "exact"
     """How Envoy reaches the worker that the filter named. `exact`: only if it is one of the known ones. `original_dst`: any
     address that the filter names, with no list of workers in Envoy (and no use for `eds`)."""

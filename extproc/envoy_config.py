@@ -310,14 +310,14 @@ def _filter_down() -> hcm.HttpFilter:
 
 def _ext_proc_filter(config: Config) -> hcm.HttpFilter:
     send, skip = ext_proc.ProcessingModeHeaderSendMode.SEND, ext_proc.ProcessingModeHeaderSendMode.SKIP
-    bodies, full_duplex = ext_proc.ProcessingModeBodySendMode, config.envoy.body_mode == "full_duplex"
+    bodies, full_duplex = ext_proc.ProcessingModeBodySendMode, config.envoy.body_mode != "buffered"
     mode = ext_proc.ProcessingMode(
         request_header_mode=send,
         request_body_mode=bodies.FULL_DUPLEX_STREAMED if full_duplex else bodies.BUFFERED,
         request_trailer_mode=send if full_duplex else skip,
         # The filter asks for it where it needs it, which this mode does not let it.
         response_header_mode=send if full_duplex else skip,
-        response_body_mode=bodies.NONE,
+        response_body_mode=bodies.FULL_DUPLEX_STREAMED if config.envoy.body_mode == "full_duplex_both" else bodies.NONE,
         response_trailer_mode=send,
     )
     retry = core.RetryPolicy(

@@ -24,6 +24,9 @@ from workers.process import Child
 from workers.ready import free_ports
 
 READY_S = 20.0
+TRANSPORT = os.environ.get("BATON_TEST_TRANSPORT", "grpc")
+BODY_MODE = os.environ.get("BATON_TEST_BODY_MODE", "buffered")
+"""`make stack` runs the suite in more than one way."""
 
 
 class Stack:
@@ -48,6 +51,7 @@ class Stack:
         tree: dict[str, Any] = {
             "workers": {"prefill": [w.address for w in self.prefill], "decode": [w.address for w in self.decode]},
             "listen": f"unix:{self.directory}/extproc.sock",
+            "transport": TRANSPORT,
             "admin": f"127.0.0.1:{filter_admin}",
             "prefill": {"via": f"unix:{self.directory}/prefill.sock", "timeout_s": 30.0},
             "policies": [{"name": "default", "mode": "disaggregate", "objective": "round-robin", "dispatch": "immediate"}],
@@ -60,6 +64,7 @@ class Stack:
                 "admin": f"127.0.0.1:{admin}",
                 "eds_dir": f"{self.directory}/eds",
                 "debug_headers": True,
+                "body_mode": BODY_MODE,
             },
         }
         self._tree = tree
