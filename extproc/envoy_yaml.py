@@ -145,6 +145,7 @@ _COMMENTS: Mapping[str, str] = {
     "clusters.decode.original_dst_lb_config": (
         "Whatever address the filter named. Only the filter can write this metadata; without it the answer is 503."
     ),
+    "clusters.extproc.load_balancing_policy": "The filter is several processes: the one with the fewest open requests.",
     "clusters.any_decode": "The same workers in turn, for requests that no filter has seen.",
     "filters.http.header_to_metadata": (
         "The filter names the prefill worker in a header, which may choose here: nobody else reaches this listener. It "

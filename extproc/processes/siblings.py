@@ -68,6 +68,8 @@ class _Sibling:
         self.settled = False
         self.open_streams = self.awaited_lines = 0
         self.asked_s = -math.inf
+        self.untold = True
+        """Something that it said was not heard, and it has not begun to tell its claims again."""
         self.retell = False
         """Our claims are to be told again, as soon as it reads."""
         self.sent_s = -math.inf
@@ -504,7 +506,7 @@ class Siblings(Told):
                 self._metrics.sibling_messages.inc("malformed")
                 self._log.error("sibling_malformed", why=str(error)[:200], fact=type(fact).__name__)
         told = batch.header.claims
-        if told is not None and told != each.another.claims:
+        if each.untold or (told is not None and told != each.another.claims):
             self._ask(each)
         self._sum_up()
         self._dispatcher.stir()
@@ -519,13 +521,11 @@ class Siblings(Told):
                 self._log.warning("sibling_restarted", process=each.index)
             else:
                 self._log.info("sibling_there", process=each.index)
-            each.epoch, each.asked_s = header.epoch, -math.inf
-            each.heard_s = now_s  # before it is asked: it counts as there
-            self._ask(each)
+            each.epoch, each.asked_s, each.untold = header.epoch, -math.inf, True
         elif batch.number != each.number + 1:
             self._metrics.sibling_messages.inc("missed", by=max(batch.number - each.number - 1, 1))
             self._log.warning("sibling_missed", process=each.index, after=each.number, got=batch.number)
-            self._ask(each)
+            each.untold = True
         each.number, each.heard_s, each.settled = batch.number, now_s, header.settled
         each.open_streams, each.awaited_lines = header.open_streams, header.awaited_lines
         each.another.oldest_s = math.inf if header.oldest_s is None else header.oldest_s
@@ -597,6 +597,7 @@ class Siblings(Told):
             case facts.Watched():
                 self.on_sighting(fact.sighting)
             case facts.Begin():
+                each.untold = False
                 another.begin()
             case facts.Complete():
                 another.complete(now_s)
