@@ -29,6 +29,8 @@ SETTLED_S = 0.3
 """What an engine has answered before it was stopped is with the filter by then."""
 STANDSTILL_S = 0.6
 """After so long the filter knows that it stood still, and looks whether the client is there before it hands over."""
+LATE = {"handoff": {"lease_s": 7200.0, "release_delay_s": 3600.0}}
+"""What may have been handed over when its client left is given back so late that no other test sees it."""
 ENDPOINTS: list[Endpoint] = ["chat", "completions", "responses", "messages"]
 TEXT = " ".join(f"Wagon {number} carries {number * 53 % 97} barrels." for number in range(30))
 
@@ -36,7 +38,7 @@ TEXT = " ".join(f"Wagon {number} carries {number * 53 % 97} barrels." for number
 @pytest.fixture(scope="module")
 def own_front(system: System) -> Iterator[Front]:
     workers = ([url.removeprefix("http://")] for url in (system.prefill_url, system.decode_url))
-    with front(*workers) as running_:
+    with front(*workers, LATE) as running_:
         yield running_
 
 
