@@ -42,6 +42,7 @@ from extproc.observe.logs import make_logger, make_writer
 from extproc.observe.metrics import Metrics
 from extproc.observe.observer import Observer
 from extproc.observe.own_time import ANSWER, PARSE, PREFILL_CALL, REPLY, OwnTime
+from extproc.observe.request_log import RequestLog
 from extproc.paths import Treatment, treatment
 from extproc.policy import override_headers
 from extproc.policy_config import HeaderMatch, Match, PathMatch, PolicyRule
@@ -163,6 +164,7 @@ class World:
                 observer=self._observer,
                 log=self._log,
                 recent=self._recent,
+                request_log=RequestLog(self._log, self._log_writer),
             )
 
         self._parts = parts(1.0)

@@ -102,6 +102,8 @@ class InferenceRequest(msgspec.Struct, frozen=True):
     """Top-level key -> the JSON bytes of its value, in the client's order."""
     removed: tuple[str, ...]
     """Keys that were taken out, as dotted paths."""
+    body: bytes
+    """What the client sent."""
     renamed: bool = False
     """The model is not the one that the client named."""
 
@@ -165,14 +167,14 @@ class InferenceRequest(msgspec.Struct, frozen=True):
             return self
         # The key stays where it stands.
         fields = {**self.fields, "model": msgspec.Raw(_encode(name))}
-        return InferenceRequest(self.treatment, fields, self.removed, renamed=True)
+        return InferenceRequest(self.treatment, fields, self.removed, self.body, renamed=True)
 
     def with_priority(self, priority: int) -> InferenceRequest:
         """The same request with this priority in the engine's scheduler, where its API has one."""
         if self.treatment is Treatment.MESSAGES:
             return self
         fields = {**self.fields, "priority": msgspec.Raw(_encode(priority))}
-        return InferenceRequest(self.treatment, fields, self.removed, renamed=True)
+        return InferenceRequest(self.treatment, fields, self.removed, self.body, renamed=True)
 
     def answer_tokens(self) -> int | None:
         """The request's own cap on the answer; None if it gives none that can be read."""
@@ -280,7 +282,8 @@ def parse(body: bytes, treatment: Treatment) -> InferenceRequest:
     if not body:
         raise ApiError("empty_body", "the request needs a JSON body")
     try:
-        body.decode()  # the JSON decoder looks at the structure only
+        if not body.isascii():
+            body.decode()  # the JSON decoder looks at the structure only
         fields = _decoder.decode(body)
         _refuse_duplicates(body, fields)
         removed = _remove_transfer_keys(fields)
@@ -292,7 +295,7 @@ def parse(body: bytes, treatment: Treatment) -> InferenceRequest:
         raise ApiError("invalid_json", f"the body is not valid JSON: {error}") from None
     except RecursionError:
         raise ApiError("invalid_json", "the body is nested too deeply") from None
-    return InferenceRequest(treatment, fields, tuple(removed))
+    return InferenceRequest(treatment, fields, tuple(removed), body)
 
 
 _DUPLICATES_CHECKED_BYTES = 256 << 10
@@ -307,7 +310,7 @@ def _refuse_duplicates(body: bytes, fields: Fields) -> None:
     The decoder keeps the last one in silence, and looking for a second one costs a second parse. So first the lengths are
     added up: where keys, values and the punctuation of one of the two usual styles account for every byte, there is none.
     """
-    rest = len(body) - sum(len(_encode(key)) + len(memoryview(value)) for key, value in fields.items())
+    rest = len(body) - _spelt_bytes(fields) - sum([len(memoryview(value)) for value in fields.values()])
     compact, spaced = 2 * len(fields) + 1, 4 * len(fields)  # {"a":1,"b":2} and {"a": 1, "b": 2}
     if rest == compact or (rest == spaced and body.startswith(b"{" + _encode(next(iter(fields))) + b": ")):
         return
@@ -317,6 +320,14 @@ def _refuse_duplicates(body: bytes, fields: Fields) -> None:
     twice = next((key for key in keys if keys.count(key) > 1), None) if len(keys) > len(fields) else None
     if twice is not None:
         raise ApiError("duplicate_key", f"{twice!r} stands twice in the body", param=twice)
+
+
+def _spelt_bytes(fields: Fields) -> int:
+    """Of all keys, with their quotes, in the shortest spelling."""
+    keys = "".join(fields)
+    if keys.isascii() and keys.isprintable() and '"' not in keys and "\\" not in keys:
+        return len(keys) + 2 * len(fields)
+    return sum(len(_encode(key)) for key in fields)
 
 
 def _remove_transfer_keys(fields: Fields) -> list[str]:

@@ -13,6 +13,8 @@ from urllib.parse import unquote
 class Treatment(Enum):
     """What happens to a request. The first four are prefilled and decoded apart; :mod:`extproc.inference` says how."""
 
+    __hash__ = object.__hash__  # that of Enum is written in Python, and this is a key for every request
+
     CHAT = "chat"
     COMPLETIONS = "completions"
     RESPONSES = "responses"

@@ -16,11 +16,15 @@ from collections import OrderedDict
 import msgspec
 import xxhash
 
+from extproc.find import holds
 from extproc.inference import Fields, InferenceRequest
 from extproc.paths import Treatment
 from extproc.routing.prefix import Chain, chain_of
 
 DEFAULT_BYTES_PER_TOKEN = 4.0
+
+Text = bytes | memoryview
+"""Of a request; a view where it need not be copied."""
 
 _BLOCK_BYTES_PER_TOKEN = 4
 """Fixed, so that chains stay comparable while the estimate of a token's bytes moves; and the size of a token id in a chain."""
@@ -74,10 +78,14 @@ IDENTITY: tuple[str, ...] = (
 # `continue_final_message`, which change the end only; `tool_choice` and `response_format`, which one model family of vLLM
 # reads, and which a conversation changes from turn to turn; the LoRA adapter, which is the model's name.
 
+_IDENTITY = frozenset(IDENTITY)
+
 _FRONT = ("tools", "documents")
 """What templates render behind the system prompt."""
 
 _NOTHING = (b"null", b"[]", b"{}", b'""')
+_NOTHING_BYTES = 4
+"""The longest of them."""
 
 _MEDIA_FROM_BYTES = 16 << 10
 """A smaller prompt is not searched for media: they could not change its estimate by much."""
@@ -108,15 +116,16 @@ def read_prompt(
         value = _single(_value(request.fields, "prompt"))
         if value[:1] == b"[":
             return _of_token_ids(value, seed, settings)
-        return _of_text(_text(value), seed, settings, bytes_per_token)
-    text = b""
-    if request.treatment is Treatment.CHAT:
+        text = _text(value)
+    elif request.treatment is Treatment.CHAT:
         text = _chat(request.fields)
     elif request.treatment is Treatment.RESPONSES:
         text = _after(_value(request.fields, "instructions"), request.fields, _value(request.fields, "input"))
     elif request.treatment is Treatment.MESSAGES:
         text = _after(_value(request.fields, "system"), request.fields, _value(request.fields, "messages"))
-    return _of_text(text, seed, settings, bytes_per_token)
+    else:
+        text = b""
+    return _of_text(text, request.body, seed, settings, bytes_per_token)
 
 
 class BytesPerToken:
@@ -157,42 +166,50 @@ class BytesPerToken:
         return min(self.HIGHEST, max(self.LOWEST, sums[0] / sums[1]))
 
 
-def _value(fields: Fields, key: str) -> bytes:
+def _value(fields: Fields, key: str) -> Text:
     """The bytes of a value; none where it says nothing."""
     raw = fields.get(key)
     if raw is None:
         return b""
-    value = bytes(raw)
-    return b"" if value in _NOTHING else value
+    value = memoryview(raw)
+    return b"" if len(value) <= _NOTHING_BYTES and bytes(value) in _NOTHING else value
 
 
 def _seed(request: InferenceRequest, model: str) -> bytes:
     """Everything but the text. A NUL cannot stand in JSON, so the parts cannot run into each other."""
-    parts = [request.treatment.value.encode(), model.encode(errors="surrogatepass")]
-    for key in IDENTITY:
-        if key in request.fields and (value := _value(request.fields, key)):
-            parts += (key.encode(), value)
+    parts: list[Text] = [request.treatment.value.encode(), model.encode(errors="surrogatepass")]
+    if not _IDENTITY.isdisjoint(request.fields):
+        for key in IDENTITY:
+            if key in request.fields and (value := _value(request.fields, key)):
+                parts += (key.encode(), value)
     return b"\0".join(parts)
 
 
-def _text(value: bytes) -> bytes:
+def _text(value: Text) -> Text:
     """What is between the quotes of a JSON string, or a JSON list without the end that its next turn will not have."""
     first = value[:1]
     if first == b'"':
         return value[1:-1]
     if first == b"[":
-        return value[:-1].rstrip()
+        return bytes(value[:-1]).rstrip() if value[-2] in _SPACE else value[:-1]
     return b""
+
+
+_SPACE = b" \t\r\n"
+"""Of JSON."""
 
 
 def _front(fields: Fields) -> bytes:
     return b"\0".join(filter(None, (_value(fields, key) for key in _FRONT)))
 
 
-def _after(system: bytes, fields: Fields, turns: bytes) -> bytes:
+def _after(system: Text, fields: Fields, turns: Text) -> Text:
     """System prompt, tools, turns; nothing if there are no turns."""
     text = _text(turns)
-    return b"\0".join(filter(None, (_text(system), _front(fields), text))) if text else b""
+    if not text:
+        return b""
+    before = [part for part in (_text(system), _front(fields)) if part]
+    return b"\0".join((*before, text)) if before else text
 
 
 class _Message(msgspec.Struct, frozen=True):
@@ -203,7 +220,7 @@ _list_decoder = msgspec.json.Decoder(list[msgspec.Raw])
 _message_decoder = msgspec.json.Decoder(_Message)
 
 
-def _chat(fields: Fields) -> bytes:
+def _chat(fields: Fields) -> Text:
     """The messages, with the tools behind a system message, where a template puts them, or before everything else."""
     messages = _value(fields, "messages")
     if messages[:1] != b"[":
@@ -212,6 +229,7 @@ def _chat(fields: Fields) -> bytes:
     text = _text(messages)
     if not front:
         return text
+    text, messages = bytes(text), bytes(messages)
     end = 0
     try:
         first = bytes(_list_decoder.decode(messages)[0])
@@ -219,24 +237,27 @@ def _chat(fields: Fields) -> bytes:
             end = messages.index(first) + len(first)
     except (msgspec.DecodeError, RecursionError, IndexError):
         pass  # the engine will say what is wrong with it
-    return text[:end] + b"\0" + front + b"\0" + text[end:]
+    return b"".join((text[:end], b"\0", front, b"\0", text[end:]))
 
 
-def _single(value: bytes) -> bytes:
+def _single(value: Text) -> Text:
     """The one prompt of a list of one; of a list of several, none: they would be several chains."""
-    if value[:1] != b"[" or value[1:].lstrip()[:1] not in (b'"', b"["):
+    inside = value[1:2]
+    if inside and inside[0] in _SPACE:
+        inside = bytes(value[1:]).lstrip()[:1]
+    if value[:1] != b"[" or inside not in (b'"', b"["):
         return value
     try:
         prompts = _list_decoder.decode(value)
     except (msgspec.DecodeError, RecursionError):
         return b""
-    return bytes(prompts[0]) if len(prompts) == 1 else b""
+    return memoryview(prompts[0]) if len(prompts) == 1 else b""
 
 
 _ids_decoder = msgspec.json.Decoder(list[int])
 
 
-def _of_token_ids(value: bytes, seed: bytes, settings: PromptSettings) -> Prompt:
+def _of_token_ids(value: Text, seed: bytes, settings: PromptSettings) -> Prompt:
     try:
         ids = _ids_decoder.decode(value)
         packed = array("I", ids[: settings.max_tokens]).tobytes()
@@ -252,13 +273,14 @@ def _of_token_ids(value: bytes, seed: bytes, settings: PromptSettings) -> Prompt
     )
 
 
-def _of_text(text: bytes, seed: bytes, settings: PromptSettings, bytes_per_token: float) -> Prompt:
+def _of_text(text: Text, body: bytes, seed: bytes, settings: PromptSettings, bytes_per_token: float) -> Prompt:
+    """``body`` is what ``text`` is from: what is not in the one is not in the other, and it can be searched without a copy."""
     sent_bytes = len(text)
     media = 0
-    if b'"cache_control"' in text:
-        text = _CACHE_MARK.sub(b"", text)
-    if len(text) >= _MEDIA_FROM_BYTES and b'"data' in text:
-        text, media = _MEDIA.subn(lambda found: _stand_in(found[0], settings.image_tokens), text)
+    if holds(body, b'"cache_control"'):
+        text = _CACHE_MARK.sub(b"", bytes(text))
+    if len(text) >= _MEDIA_FROM_BYTES and holds(body, b'"data'):
+        text, media = _MEDIA.subn(lambda found: _stand_in(found[0], settings.image_tokens), bytes(text))
     block_bytes = settings.block_tokens * _BLOCK_BYTES_PER_TOKEN
     return Prompt(
         chain=chain_of(text[: settings.max_tokens * _BLOCK_BYTES_PER_TOKEN], seed, block_bytes, block_bytes / bytes_per_token),

@@ -13,6 +13,8 @@ from extproc.routing.prefix import Chain
 class Mode(Enum):
     """Whether a prompt is handed over."""
 
+    __hash__ = object.__hash__  # that of Enum is written in Python, and this is a key for every request
+
     AUTO = "auto"
     """Whichever costs less."""
     DISAGGREGATE = "disaggregate"
@@ -23,6 +25,8 @@ class Mode(Enum):
 
 class Objective(Enum):
     """What the choice of workers minimises."""
+
+    __hash__ = object.__hash__  # that of Enum is written in Python, and this is a key for every request
 
     BALANCED = "balanced"
     """Time to first token and work added to the pool, weighted by how busy the pool is."""
@@ -40,6 +44,8 @@ class Objective(Enum):
 
 class Late(Enum):
     """What happens to a request that can no longer meet its TTFT SLO."""
+
+    __hash__ = object.__hash__  # that of Enum is written in Python, and this is a key for every request
 
     WAIT = "wait"
     """It waits, behind those that still can."""

@@ -19,6 +19,8 @@ _ENDED_MOST = 1024
 class Role(Enum):
     """One of the two legs of a request, and who serves it."""
 
+    __hash__ = object.__hash__  # that of Enum is written in Python, and this is a key for every request
+
     PREFILL = "prefill"
     DECODE = "decode"
 

@@ -26,7 +26,7 @@ class Chain(msgspec.Struct, frozen=True):
     """Tokens of a block, estimated or exact."""
 
 
-def chain_of(data: bytes, seed: bytes, block_bytes: int, block_tokens: float) -> Chain:
+def chain_of(data: bytes | memoryview, seed: bytes, block_bytes: int, block_tokens: float) -> Chain:
     """The chain of ``data`` in blocks of ``block_bytes``; a last block that is not full does not count.
 
     ``seed`` is what must be equal, beside the text, for two prompts to share KV blocks. Each hash is seeded by the one before.
@@ -37,10 +37,8 @@ def chain_of(data: bytes, seed: bytes, block_bytes: int, block_tokens: float) ->
         raise ValueError(f"block_bytes must be at least 1, not {block_bytes}")
     digest = xxhash.xxh3_64_intdigest
     before = digest(seed)
-    hashes = []
-    for start in range(0, len(data) - block_bytes + 1, block_bytes):
-        before = digest(data[start : start + block_bytes], before)
-        hashes.append(before)
+    starts = range(0, len(data) - block_bytes + 1, block_bytes)
+    hashes = [before := digest(data[start : start + block_bytes], before) for start in starts]
     return Chain(array("Q", hashes), block_tokens)
 
 
