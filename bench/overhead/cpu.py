@@ -20,7 +20,7 @@ class Meter:
 
     def cpu_s(self) -> dict[str, float]:
         """Seconds since they started, by name."""
-        return {name: sum(map(_cpu_s, pids)) for name, pids in self._pids.items()}
+        return {name: sum(map(process_cpu_s, pids)) for name, pids in self._pids.items()}
 
     def memory_mb(self) -> dict[str, float]:
         """What they hold of the machine's memory now, by name; pages that they share are counted once."""
@@ -32,7 +32,7 @@ def spent(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, 
     return {name: after[name] - before[name] for name in before}
 
 
-def _cpu_s(pid: int) -> float:
+def process_cpu_s(pid: int) -> float:
     """Of all threads that live now: to the nanosecond, where a process's own sum has steps of 10 ms."""
     total_ns = 0
     with suppress(OSError, ValueError, IndexError):

@@ -17,14 +17,9 @@ from workers.ready import free_ports, wait_ready
 _HOST = "127.0.0.1"
 _START_TIMEOUT_S = 20.0
 _PAGE = Path(__file__).parents[2] / "tests" / "cases" / "metrics" / "vllm-0.32.txt"
-_MODELS = Answer(
-    "/v1/models",
-    json.dumps(
-        {
-            "object": "list",
-            "data": [{"id": MODEL, "object": "model", "owned_by": "vllm", "root": MODEL, "max_model_len": 262144}],
-        }
-    ),
+METRICS_ANSWER = _PAGE.read_text(encoding="utf-8")
+MODELS_ANSWER = json.dumps(
+    {"object": "list", "data": [{"id": MODEL, "object": "model", "root": MODEL, "max_model_len": 262144}]}
 )
 _RENDERED = Answer(
     "/v1/chat/completions/render",
@@ -113,8 +108,8 @@ class Workers:
         return [f"{_HOST}:{port}" for port in self.decode_ports]
 
     def __enter__(self) -> Workers:
-        page = Answer("/metrics", _PAGE.read_text(encoding="utf-8"), "text/plain; version=0.0.4; charset=utf-8")
-        common = [_RENDERED, page, _MODELS, Answer("/health", "", "text/plain")]
+        page = Answer("/metrics", METRICS_ANSWER, "text/plain; version=0.0.4; charset=utf-8")
+        common = [_RENDERED, page, Answer("/v1/models", MODELS_ANSWER), Answer("/health", "", "text/plain")]
         roles = (("prefill", self.prefill_ports, PREFILL_ANSWER), ("decode", self.decode_ports, DECODE_ANSWER))
         listeners = [
             (port, f"{role}-{number}", [*common, Answer("/", answer)])

@@ -70,6 +70,15 @@ def write_bodies(found: Sequence[Body], file: Path) -> None:
                 out.write(b"%d\n%b" % (len(part), part))
 
 
+def read_bodies(file: Path) -> list[Body]:
+    """What :func:`write_bodies` wrote. Raises OSError, ValueError."""
+    parts = []
+    with file.open("rb") as source:
+        while size := source.readline():
+            parts.append(source.read(int(size)))
+    return [Body(head, tail) for head, tail in zip(parts[::2], parts[1::2], strict=True)]
+
+
 def run(
     wrk: str, port: int, bodies: Path, *, connections: int, seconds: float, first_number: int, headers: Mapping[str, str]
 ) -> Load:
