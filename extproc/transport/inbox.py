@@ -6,7 +6,7 @@ What nobody has taken is bounded by the stream's window. The window is given bac
 * for a message that is under way as it comes, and, where the message is larger than the window, for all of it at once:
   one message of up to the limit is always let through.
 
-So a stream holds at most one window of messages that nobody took, and the one behind them.
+So a stream holds at most two windows of what nobody took, and one message of the limit.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Inbox:
     def _begin(self, buffer: bytes, start: int, stop: int) -> int:
         """The prefix of a message. Where its text begins; -1 if it is refused."""
         missing = PREFIX.size - len(self._prefix)
-        self._prefix += buffer[start : start + missing]
+        self._prefix += buffer[start : min(start + missing, stop)]
         if len(self._prefix) < PREFIX.size:
             return stop
         compressed, length = PREFIX.unpack(self._prefix)
