@@ -48,7 +48,7 @@ class PrefillClient:
         """Calls."""
 
     async def __aenter__(self) -> PrefillClient:
-        self._pool = Pool(
+        self.pool = Pool(
             Settings(connect_s=self._settings.connect_timeout_s, idle_s=_KEEPALIVE_S),
             Limits(body_bytes=self._settings.max_reply_bytes),
             mark=ORIGIN_HEADER.encode(),
@@ -56,7 +56,7 @@ class PrefillClient:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._pool.close()
+        await self.pool.close()
 
     async def run(self, worker: str, path: str, body: bytes, headers: Mapping[str, str]) -> bytes:
         """As :meth:`call`. It waits as long as the caller does."""
@@ -75,7 +75,7 @@ class PrefillClient:
                 raise ApiError("too_many_requests", f"{self.in_flight - 1} prefill calls are in flight already")
             way = self._ways.get((worker, path)) or self._way(worker, path)
             head = request.finish(way.start, headers, self._own, len(body))
-            call.under_way(self._pool.send(way.target, head, body, call))
+            call.under_way(self.pool.send(way.target, head, body, call))
         except ApiError as error:
             call.end_with(error)
         except HttpError as error:

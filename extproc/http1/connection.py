@@ -83,7 +83,6 @@ class Connection(asyncio.Protocol):
         self._owner = owner
         self._limits = limits
         self._mark = mark
-        self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._poll = select.poll()
         self._parser: httptools.HttpResponseParser
@@ -282,7 +281,7 @@ class Connection(asyncio.Protocol):
             self._unsent = rest if rest.nbytes else None
             self._transport.write(piece)
         if self._unsent is not None and not self._paused:
-            self._loop.call_soon(self._write_on)
+            asyncio.get_running_loop().call_soon(self._write_on)
 
     def _starts(self, data: bytes) -> bool:
         """Whether it still may be an answer. The parser alone would also take other protocols, and empty lines."""

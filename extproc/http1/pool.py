@@ -8,9 +8,10 @@ first byte is the caller's to judge.
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import NamedTuple, Protocol
 
 from extproc.http1.connection import Connection, Limits, Reply, Target
@@ -181,13 +182,21 @@ class Pool:
 
         if not target.path:
             return (await self._loop.create_connection(made, target.host, target.port))[1]
-        pause_s = _FULL_PAUSE_S
-        while True:
-            try:
-                return (await self._loop.create_unix_connection(made, target.path))[1]
-            except BlockingIOError:  # connect(2): its queue is full; it is emptied as fast as the peer can
-                await asyncio.sleep(pause_s)
-                pause_s *= 2
+        # Such a connection is there at once or never, and the event loops differ in how they see a full queue.
+        with ExitStack() as unused:
+            connected = unused.enter_context(socket.socket(socket.AF_UNIX))
+            connected.setblocking(False)
+            pause_s = _FULL_PAUSE_S
+            while True:
+                try:
+                    connected.connect(target.path)
+                    break
+                except BlockingIOError:  # connect(2), EAGAIN: the queue is full; the peer empties it as fast as it can
+                    await asyncio.sleep(pause_s)
+                    pause_s *= 2
+            connection = (await self._loop.create_unix_connection(made, sock=connected))[1]
+            unused.pop_all()
+            return connection
 
 
 class _Opening:
