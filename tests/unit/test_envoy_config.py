@@ -140,17 +140,39 @@ def test_yaml_says_what_the_messages_say() -> None:
 def test_every_comment_finds_its_setting() -> None:
     left = dict(envoy_yaml._COMMENTS)
     tracing = Tracing(endpoint="http://collector:4317")
-    for settings in (
-        EXAMPLE.envoy,
-        Envoy(stats_listen="[::]:9902"),
-        Envoy(pin="original_dst"),
-        Envoy(filter_down="round_robin"),
+    for settings, processes in (
+        (EXAMPLE.envoy, 1),
+        (Envoy(stats_listen="[::]:9902"), 1),
+        (Envoy(pin="original_dst"), 2),
+        (Envoy(filter_down="round_robin"), 1),
     ):
-        made = build(change(envoy=settings, tracing=tracing)).to_dict(casing=betterproto2.Casing.SNAKE)
+        made = build(change(envoy=settings, tracing=tracing, processes=processes)).to_dict(casing=betterproto2.Casing.SNAKE)
         unused = dict(envoy_yaml._COMMENTS)
         list(envoy_yaml._emit(made, 0, "", unused))
         left = {path: text for path, text in left.items() if path in unused}
     assert left == {}
+
+
+@pytest.mark.parametrize(
+    ("listen", "expected"),
+    [
+        ("unix:/run/x.sock", ["/run/x.sock.0", "/run/x.sock.1", "/run/x.sock.2"]),
+        ("10.0.0.1:9002", [9002, 9003, 9004]),
+        ("filter:7000", [7000, 7001, 7002]),
+    ],
+)
+def test_several_processes_are_endpoints_of_one_cluster_of_which_the_least_busy_is_taken(
+    listen: str, expected: list[str | int]
+) -> None:
+    config = change(listen=listen, processes=3, admin="127.0.0.1:19003", observe=Observe(listen="unix:/run/watch.sock"))
+    made = build(config).to_dict(casing=betterproto2.Casing.SNAKE)
+    [extproc] = [each for each in made["static_resources"]["clusters"] if each["name"] == "extproc"]
+    addresses = [each["endpoint"]["address"] for each in extproc["load_assignment"]["endpoints"][0]["lb_endpoints"]]
+    found = [each["pipe"]["path"] if "pipe" in each else each["socket_address"]["port_value"] for each in addresses]
+    assert found == expected
+    [policy] = extproc["load_balancing_policy"]["policies"]
+    assert policy["typed_extension_config"]["typed_config"]["selection_method"] == "FULL_SCAN"
+    assert len(extproc["health_checks"]) == 1
 
 
 # --- what a client can and cannot do ------------------------------------------------------------------------------------
