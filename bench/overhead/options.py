@@ -21,7 +21,7 @@ _DEFAULT_NAMES = tuple(name for name in ARRANGEMENTS if name not in ("baton-grpc
 _DEAR_BODIES_KB = (4, 128)
 _DEAR_CONNECTIONS = (1, 16)
 _STREAM_BODY_KB = 4
-_WHOLE_NAMES = ("baton-grpc", "baton-lean", "smg", "envoy+smg", "vllm-router", "envoy+vllm-router")
+_WHOLE_NAMES = ("envoy", "baton-grpc", "baton-lean", "smg", "envoy+smg", "vllm-router", "envoy+vllm-router")
 _EXAMPLES = """
 examples:
   python -m bench.overhead --quick

@@ -84,22 +84,8 @@ def _ratios(name: str, cells: Sequence[Cell]) -> Table:
 def _streams(spot: StreamSpot, cells: Sequence[StreamCell]) -> Table:
     whole = spot == WHOLE
     title = f"{spot}; CPU in µs of a {'whole request' if whole else 'token'}, times in ms, delay from the worker to the client"
-    heads = (
-        "ITL p50",
-        "p99",
-        "rounds",
-        "delay p50",
-        "p99",
-        "added",
-        "TTFT",
-        "CPU",
-        "Envoy",
-        "router",
-        "workers",
-        "client",
-        "MB",
-    )
-    table = _table(title, heads)
+    heads = ("ITL p50", "p99", "rounds", "delay p50", "p99", "added", "TTFT", "CPU", "Envoy", "router", "workers", "client")
+    table = _table(title, (*heads, "MB"))
     direct = next((cell for cell in cells if cell.name == "direct"), None)
     for cell in cells:
         cpu_s = cell.cpu_a_request_s if whole else cell.cpu_a_token_s

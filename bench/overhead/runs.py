@@ -129,6 +129,7 @@ class Run:
                 return streams.measure(way, spot, [workers.child, decode], bodies=files[spot], token_s=token_s, log=log)
 
             ways = [way for way in site.ways if self._works(way, lambda way: one(way, _WARM_UP).report.faults)]
+            self._watch_idle(ways)
             plan = [(way, spot) for way in ways for spot in options.stream_spots(way.arrangement.name)]
             seconds = sum(spot.tokens * token_s + streams.SPREAD_S + _CLIENT_START_S for _, spot in plan)
             self._announce(len(plan) * options.stream_rounds, seconds / max(1, len(plan)))
