@@ -14,7 +14,7 @@ from typing import Any, Final
 import grpc
 
 from extproc.transport import rpc, status
-from extproc.transport.call import Handler
+from extproc.transport.call import CallGoneError, Handler
 from extproc.transport.http2.connection import Head, Limits
 from extproc.transport.lean_call import LeanCall, LeanHandler, timeout_s
 from extproc.transport.link import Link
@@ -197,6 +197,8 @@ class LeanServer:
                 call.finish(Status.UNAVAILABLE, "the server is shutting down")
             else:
                 call.finish(Status.CANCELLED, "cancelled")
+        except CallGoneError:
+            pass  # the handler sent to a call that is over, and let it be
         except Exception as error:
             call.finish(Status.INTERNAL, "internal error")
             self.report(f"{call.head.path} failed", error)

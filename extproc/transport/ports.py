@@ -99,9 +99,9 @@ def _answers(path: str) -> bool:
         return True
 
 
-def _identity(path: str) -> tuple[int, int] | None:
+def _identity(path: str) -> tuple[int, int, int] | None:
     try:
         found = os.stat(path)  # noqa: PTH116
     except OSError:
         return None
-    return found.st_dev, found.st_ino
+    return found.st_dev, found.st_ino, found.st_mtime_ns  # a number is given to another file soon
