@@ -162,8 +162,8 @@ def _fault(answer: Answer) -> ApiError | RelayedError:
     if answer.marked:  # of Envoy's loopback listener itself
         return _timeout() if answer.status == 504 else ApiError("prefill_unreachable", "the prefill worker cannot be reached")
     if 400 <= answer.status < 500 and answer.status != 429:
-        content_type = "application/json" if answer.content_type is None else answer.content_type
-        return RelayedError(answer.status, content_type, answer.body)
+        content_type = b"application/json" if answer.content_type is None else answer.content_type
+        return RelayedError(answer.status, content_type.decode("utf-8", "replace"), answer.body)
     return ApiError("prefill_failed", f"the prefill worker answered {answer.status}")
 
 

@@ -1,4 +1,7 @@
-"""One connection: it writes a request, reads its answer, and says whether another may follow."""
+"""One connection: it writes a request, reads its answer, and says whether another may follow.
+
+The parser lets empty lines after an answer pass. Anything else there ends the connection.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ class Answer(NamedTuple):
     """An answer, whole."""
 
     status: int
-    content_type: str | None
+    content_type: bytes | None
     marked: bool
     """It has the header that marks answers of an intermediary."""
     body: bytes
@@ -327,9 +330,8 @@ class Connection(asyncio.Protocol):
     def _finish(self) -> None:
         reply, transport = self._reply, self._transport
         assert reply is not None and transport is not None
-        content_type = None if self._content_type is None else self._content_type.decode("utf-8", "replace")
         body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
-        answer = Answer(self._status, content_type, self._marked, body)
+        answer = Answer(self._status, self._content_type, self._marked, body)
         # An answer that came before all of the request was taken leaves a connection on which nobody knows what is what.
         written = self._unsent is None and not transport.get_write_buffer_size()
         if self._whole and self._keep and not self._more and written and not transport.is_closing():

@@ -260,7 +260,8 @@ async def _of_aiohttp(session: aiohttp.ClientSession, address: str) -> Answer:
     async with session.post(f"http://{address}/", data=b"{}", allow_redirects=False) as response:
         body = await response.read()
         marked = any(response.headers.getall("x-mark", []))
-        return Answer(response.status, response.headers.get("content-type"), marked, body)
+        content_type = response.headers.get("content-type")
+        return Answer(response.status, None if content_type is None else content_type.encode(), marked, body)
 
 
 async def _of_ours(pool: Pool, address: str) -> Answer | HttpError | None:
