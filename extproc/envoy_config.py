@@ -601,6 +601,7 @@ def _grpc_cluster(name: str, *listens: Address) -> cluster.Cluster:
     return cluster.Cluster(
         name=name,
         load_balancing_policy=_least_request() if len(targets) > 1 else None,
+        outlier_detection=_dead_ones(len(targets)) if len(targets) > 1 else None,
         type=cluster.ClusterDiscoveryType.STRICT_DNS if named else cluster.ClusterDiscoveryType.STATIC,
         connect_timeout=_CONNECT_TIMEOUT,
         load_assignment=endpoint.ClusterLoadAssignment(
@@ -615,6 +616,21 @@ def _least_request() -> cluster.LoadBalancingPolicy:
     """Of a few endpoints all are looked at, not two that are drawn: one of them may well be the busier one twice."""
     scan = least_request.LeastRequest(selection_method=least_request.LeastRequestSelectionMethod.FULL_SCAN)
     return _policy("envoy.load_balancing_policies.least_request", scan)
+
+
+def _dead_ones(count: int) -> cluster.OutlierDetection:
+    """Leave out who refuses a connection, before two health checks have failed: with nothing to do it would be chosen first."""
+    return cluster.OutlierDetection(
+        split_external_local_origin_errors=True,
+        consecutive_local_origin_failure=1,
+        enforcing_consecutive_local_origin_failure=100,
+        enforcing_local_origin_success_rate=0,
+        enforcing_success_rate=0,
+        interval=_seconds(0.5),
+        base_ejection_time=_HEALTH_INTERVAL,
+        max_ejection_time=timedelta(seconds=5),
+        max_ejection_percent=100 * (count - 1) // count,
+    )
 
 
 def _watch_cluster(config: Config) -> cluster.Cluster:
