@@ -146,6 +146,9 @@ _COMMENTS: Mapping[str, str] = {
         "Whatever address the filter named. Only the filter can write this metadata; without it the answer is 503."
     ),
     "clusters.extproc.load_balancing_policy": "The filter is several processes: the one with the fewest open requests.",
+    "clusters.extproc.outlier_detection": (
+        "A process that is gone is left out at the first connection that it refuses: the retry goes to another one."
+    ),
     "clusters.any_decode": "The same workers in turn, for requests that no filter has seen.",
     "filters.http.header_to_metadata": (
         "The filter names the prefill worker in a header, which may choose here: nobody else reaches this listener. It "
