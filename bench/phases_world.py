@@ -284,6 +284,7 @@ class World:
 
         def over() -> None:
             measure("end: give back", held.close)
+            journey.on_answer = None  # as the filter does
             measure("end: metrics, accounts", lambda: self._silent._note(journey, 1.25))
             measure("end: log line", lambda: self._logging._log_line(journey, "chat", 1.25))
             measure(

@@ -89,6 +89,8 @@ class Filter:
             finally:
                 self.open_streams -= 1
                 self._note(journey, self._parts.clock() - started)
+                # It refers to the journey: a cycle, which would stay in memory until the garbage collector looks for it.
+                journey.on_answer = None
 
     async def _serve(self, journey: Journey) -> None:
         """All of it, with an answer to whatever goes wrong."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from extproc import __version__, admin, wire, worker_key
+from extproc import __version__, admin, memory, wire, worker_key
 from extproc.attempts import Prefiller
 from extproc.config import Address, Config, ConfigError
 from extproc.debug import Debug
@@ -195,6 +195,7 @@ class Server:
             runner = await admin.start(
                 Address.parse(config.admin), self._metrics, self._status, debug, live, **self._shown_with_siblings()
             )
+            memory.collect_rarely()
             self._log.info(
                 "serving", version=__version__, listen=config.listen, admin=config.admin, prefill_via=config.prefill.via
             )
@@ -345,6 +346,8 @@ class Server:
             self._fleet.endpoints.close()
             logged = asyncio.create_task(self._observer.access_log.close(lambda: self._quiet(filter_)))
             await server.stop(drain.timeout_s)
+            if self._siblings is not None:  # lines of the last requests may come by way of another process
+                await asyncio.wait((logged,), timeout=drain.timeout_s)
             logged.cancel()
 
         finished = asyncio.create_task(finish())
@@ -372,4 +375,5 @@ def run(config: Config, log: Logger, writer: LogWriter | None = None, member: Me
         await Server(own, log, writer, member).run()
 
     take_over(log)
+    memory.keep_freed()
     uvloop.run(main())

@@ -53,6 +53,7 @@ class OwnTime:
                 return end.value  # type: ignore[no-any-return]
             finally:
                 self.spent_s[self._phase] += self._clock() - self._since_s
+                given = None  # an exception would hold this frame, which would hold the exception
             try:
                 step, given = work.send, (yield waits_for)
             except BaseException as thrown:  # all of it is the work's business: cancellation too
