@@ -66,6 +66,18 @@ class Several(Stack):
         await asyncio.gather(*(prompt(self, f"hello {number}") for number in range(8)))  # connects to both
         await self.idle()
 
+    async def agree(self) -> None:
+        """Until each has heard of all that the other has on the workers."""
+        async with asyncio.timeout(10), aiohttp.ClientSession() as session:
+            while True:
+                own = await self.of("baton_endpoint_in_flight")
+                async with session.get(f"{self.admin}/processes/1/healthz") as response:
+                    second = (await response.json())["process"]["siblings"]["0"]["claims"]
+                first = (await self.health())["process"]["siblings"]["1"]["claims"]
+                if (first, second) == (own["1"], own["0"]):
+                    return
+                await asyncio.sleep(0.02)
+
     async def idle(self) -> None:
         """Until no ledger counts anything, neither a process's own requests nor the other's."""
         async with asyncio.timeout(10):
@@ -134,7 +146,7 @@ async def test_load_of_one_process_is_seen_by_the_other() -> None:
         for number in range(8):
             tasks.append(asyncio.create_task(prompt(stack, f"{number} " * 500)))
             await until(lambda: sum(len(worker.received) for worker in stack.prefill) == len(tasks))
-            await asyncio.sleep(0.02)
+            await stack.agree()
         counts = [len(worker.received) for worker in stack.prefill]
         assert sum((await stack.of("baton_endpoint_in_flight")).values()) == 16, "each leg is counted by one process only"
         gate.set()
