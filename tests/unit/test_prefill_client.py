@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -249,3 +251,28 @@ async def test_leaving_the_client_ends_its_calls() -> None:
         with pytest.raises(ApiError):
             await calls.run(peer.address, PATH, b"{}", {})
         assert calls.in_flight == 0
+
+
+@pytest.mark.parametrize(
+    "answer", [ok(), ok(head=b"connection: close\r\n"), status("503 No"), status("400 No"), b"garbage", b""]
+)
+@on_both_loops
+async def test_a_call_leaves_nothing_for_the_garbage_collector(answer: bytes) -> None:
+    async with Peer(once(answer)) as peer, client() as calls:
+        gc.collect()
+        gc.disable()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        try:
+            for _ in range(5):
+                with suppress(ApiError, RelayedError):
+                    await calls.run(peer.address, PATH, b"{}", {})
+            calls.call(peer.address, PATH, b"{}", {}).cancel()
+            while calls.pool.open_connections:
+                await asyncio.sleep(0)
+            gc.collect()
+            ours = [type(each).__name__ for each in gc.garbage if type(each).__module__.startswith("extproc")]
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+            gc.enable()
+        assert ours == []
