@@ -72,6 +72,7 @@ def up(
     run_dir: Annotated[
         Path | None, typer.Option(help="Keep logs, sockets and generated configuration here instead of a temporary folder.")
     ] = None,
+    processes: Annotated[int, typer.Option(help="Processes of the filter, one core each.")] = 1,
     block_size: Annotated[int, typer.Option(help="Tokens in a KV block.")] = 128,
     max_model_len: Annotated[int | None, typer.Option(help="Longest prompt and answer, in tokens.")] = None,
     start_timeout: Annotated[float, typer.Option(help="Seconds that the parts may take to get ready.")] = 600.0,
@@ -90,7 +91,7 @@ def up(
     if topology is not None:
         from extproc.topology_run import TopologyOptions, run_topology
 
-        for name in ("prefill", "decode", "model", "engine", "host", "port", "block_size", "max_model_len"):
+        for name in ("prefill", "decode", "model", "engine", "host", "port", "processes", "block_size", "max_model_len"):
             source = ctx.get_parameter_source(name)
             if source is not None and source.name == "COMMANDLINE":
                 raise _fail(f"--{name.replace('_', '-')} does not go with --topology: the file says it")
@@ -121,6 +122,7 @@ def up(
                 engine=engine,
                 host=host,
                 port=port,
+                processes=processes,
                 run_dir=run_dir,
                 block_size_tokens=block_size,
                 max_model_len_tokens=max_model_len,

@@ -44,11 +44,13 @@ def stack_config(
     admin: str,
     envoy_admin: str,
     lease_s: float = 30.0,
+    processes: int = 1,
 ) -> Config:
     """The filter's configuration with every socket in ``run_dir``. Raises ConfigError, also if that path is too long."""
     return Config(
         workers=Workers(prefill=prefill, decode=decode),
         listen=f"unix:{run_dir}/extproc.sock",
+        processes=processes,
         admin=admin,
         prefill=Prefill(via=f"unix:{run_dir}/prefill.sock"),
         # The first question is a short one, which would not be worth a handoff; and it is there to show one.

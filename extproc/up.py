@@ -19,7 +19,7 @@ from pathlib import Path
 from rich.console import Console
 
 from extproc import first_answer
-from extproc.config import ConfigError
+from extproc.config import MOST_PROCESSES, ConfigError
 from extproc.parts import (
     POLL_S,
     Part,
@@ -75,6 +75,8 @@ class UpOptions:
     engine: str = "vllm"
     host: str = _LOOPBACK
     port: int = 8000
+    processes: int = 1
+    """Of the filter."""
     run_dir: Path | None = None
     """Logs, sockets and generated configuration. None: a temporary one, removed at the end unless something failed."""
     cache_dir: Path | None = None
@@ -91,6 +93,8 @@ class UpOptions:
         for role, count in (("prefill", self.prefill), ("decode", self.decode)):
             if not 1 <= count <= 16:
                 raise OptionsError(f"--{role} {count}: between 1 and 16 workers")
+        if not 1 <= self.processes <= MOST_PROCESSES:
+            raise OptionsError(f"--processes {self.processes}: between 1 and {MOST_PROCESSES}")
         if self.engine not in _ENGINES:
             raise OptionsError(f"--engine {self.engine}: one of {', '.join(_ENGINES)}")
         if self.block_size_tokens < 32 or self.block_size_tokens % 32:
@@ -220,6 +224,7 @@ def _start(options: UpOptions, envoy: Path, run_dir: Path, console: Console, par
         admin=admin,
         envoy_admin=f"{_LOOPBACK}:{next(ports)}",
         lease_s=specs[0].kv_lease_s,
+        processes=options.processes,
     )
     config_file, envoy_file = write_configs(config, run_dir)
 
