@@ -370,6 +370,9 @@ def run(config: Config, log: Logger, writer: LogWriter | None = None, member: Me
     """
     import uvloop
 
+    if member is not None:
+        log = log.bind(process=member.index)
+
     async def main() -> None:
         own = config if member is None else config_of(config, member)
         await Server(own, log, writer, member).run()

@@ -221,7 +221,7 @@ class Siblings(Told):
         leads = self.leads()
         if leads is not self._led:
             self._led = leads
-            self._log.info("process_leads" if leads else "process_follows", process=self.member.index)
+            self._log.info("process_leads" if leads else "process_follows")
             if leads:
                 self.on_lead()
 
@@ -232,7 +232,7 @@ class Siblings(Told):
         each.retell = each.due = False
         each.outbox.clear()
         self._metrics.sibling_messages.inc("gone")
-        self._log.warning("sibling_gone", process=each.index, why=why, claims=claims)
+        self._log.warning("sibling_gone", sibling=each.index, why=why, claims=claims)
         self._sum_up()
         self._dispatcher.stir()
         self._look()
@@ -267,7 +267,7 @@ class Siblings(Told):
         if not each.outbox.add(encoded):
             each.retell = True
             self._metrics.sibling_messages.inc("overflow")
-            self._log.warning("sibling_does_not_read", process=each.index)
+            self._log.warning("sibling_does_not_read", sibling=each.index)
 
     def _soon(self, at_least_s: float = 0.0) -> None:
         if self._timer is None:
@@ -518,13 +518,13 @@ class Siblings(Told):
             # Another life of it, or it was silent: nothing of what it told before holds.
             each.another.drop(now_s)
             if each.epoch is not None:
-                self._log.warning("sibling_restarted", process=each.index)
+                self._log.warning("sibling_restarted", sibling=each.index)
             else:
-                self._log.info("sibling_there", process=each.index)
+                self._log.info("sibling_there", sibling=each.index)
             each.epoch, each.asked_s, each.untold = header.epoch, -math.inf, True
         elif batch.number != each.number + 1:
             self._metrics.sibling_messages.inc("missed", by=max(batch.number - each.number - 1, 1))
-            self._log.warning("sibling_missed", process=each.index, after=each.number, got=batch.number)
+            self._log.warning("sibling_missed", sibling=each.index, after=each.number, got=batch.number)
             each.untold = True
         each.number, each.heard_s, each.settled = batch.number, now_s, header.settled
         each.open_streams, each.awaited_lines = header.open_streams, header.awaited_lines
