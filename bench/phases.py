@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.phases_world import Sent, World, prompts
+from extproc import memory
 
 _DEFAULT_KB = (4, 32, 128, 512)
 _DEFAULT_ROUNDS = 300
@@ -67,6 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         before = json.loads(given.against.read_text())["sizes"] if given.against else {}
     except (OSError, ValueError, KeyError, TypeError) as error:
         parser.error(f"--against: {given.against} cannot be read: {error}")
+    memory.keep_freed()  # as the server does
     console, progress = Console(), Console(stderr=True)
     found: dict[int, dict[str, Found]] = {}
     for size_kb in sizes_kb:
