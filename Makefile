@@ -9,7 +9,7 @@ ARGS ?=
 SHELL := /bin/bash
 
 .DEFAULT_GOAL := help
-.PHONY: help up test install lint types unit stack page chaos soak engine generate lock clean bench-routing bench-peers
+.PHONY: help up test install lint types unit stack page chaos soak engine generate lock clean bench-routing bench-overhead bench-peers
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 15
@@ -101,14 +101,26 @@ PEERS := bench/.venv
 
 bench-peers: $(PEERS)/installed
 
-$(PEERS)/installed: bench/routing/peers.txt
-	@echo "installing the peers of the routing bench into $(PEERS)"
+$(PEERS)/installed: bench/routing/peers.txt bench/overhead/peers.txt
+	@echo "installing the peers of the benches into $(PEERS)"
 	@$(PYTHON) -m venv $(PEERS)
-	@$(PEERS)/bin/python -m pip --disable-pip-version-check install --quiet --requirement $<
+	@$(PEERS)/bin/python -m pip --disable-pip-version-check install --quiet $(addprefix --requirement ,$^)
+	@touch $@
+
+# The load of the overhead bench: on the PATH, or Debian's package.
+$(VENV)/wrk: | $(VENV)/installed
+	@command -v wrk > /dev/null || { \
+	  test "$$(id -u)" = 0 && command -v apt-get > /dev/null || { echo "the overhead bench needs wrk: apt-get install wrk" >&2; exit 1; }; \
+	  echo "installing wrk"; \
+	  { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends wrk; } > $(VENV)/wrk.log 2>&1 \
+	  || { tail -5 $(VENV)/wrk.log >&2; exit 1; }; }
 	@touch $@
 
 bench-routing: $(VENV)/installed $(PEERS)/installed  ## Goodput on real request traces, against two peers. 40 minutes; ARGS=--quick.
 	$(BIN)/python -m bench.routing $(ARGS)
+
+bench-overhead: $(VENV)/installed $(PEERS)/installed $(VENV)/wrk  ## CPU and latency against two peers, against the bar. 25 minutes; ARGS=--quick.
+	$(BIN)/python -m bench.overhead $(ARGS)
 
 generate: $(VENV)/installed $(VENV)/tools  ## Write again what is generated: envoy/envoy.yaml, references in docs/, dashboards.
 	$(BIN)/baton envoy-config --output envoy/envoy.yaml

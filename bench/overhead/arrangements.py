@@ -40,6 +40,8 @@ class Arrangement:
     """Baton: what carries Envoy's questions to the filter."""
     loop: bool = False
     """Baton: its prefill calls go through Envoy."""
+    duplex: bool = False
+    """Baton: bodies of requests come in pieces (FULL_DUPLEX_STREAMED)."""
     whole: bool = False
     """Baton: one worker does all of it, so there is no prefill call."""
     dear: bool = False
@@ -55,6 +57,7 @@ def _baton(transport: str) -> Iterable[Arrangement]:
     name = f"baton-{transport}"
     yield Arrangement(name, "baton", f"Envoy + Baton ({transport})", transport=transport)
     yield Arrangement(f"{name}-loop", "baton", f"… prefill through Envoy ({transport})", transport=transport, loop=True)
+    yield Arrangement(f"{name}-duplex", "baton", f"… bodies in pieces ({transport})", transport=transport, duplex=True)
     yield Arrangement(f"{name}-whole", "baton", f"… aggregated ({transport})", transport=transport, whole=True)
 
 
@@ -152,7 +155,7 @@ class Site:
             if each.kind == "direct":
                 by_name[each.name] = Way(each, _port_of(self._decode[0]))
             elif each.kind == "baton":
-                key = f"baton-{each.transport}{'-loop' * each.loop}"
+                key = f"baton-{each.transport}{'-loop' * each.loop}{'-duplex' * each.duplex}"
                 if key not in tried:
                     tried.add(key)
                     with self._unless_it_fails(key):
@@ -196,7 +199,7 @@ class Site:
         return found
 
     def _baton(self, arrangement: Arrangement) -> tuple[int, list[tuple[str, Child]]]:
-        name = f"{arrangement.transport}{'-loop' * arrangement.loop}"
+        name = f"{arrangement.transport}{'-loop' * arrangement.loop}{'-duplex' * arrangement.duplex}"
         directory = self._directory / name
         directory.mkdir()
         port, admin, envoy_admin = free_ports(3)
@@ -211,6 +214,8 @@ class Site:
         tree: dict[str, Any] = msgspec.to_builtins(base)
         tree["transport"] = arrangement.transport
         tree["envoy"]["debug_headers"] = False
+        if arrangement.duplex:
+            tree["envoy"]["body_mode"] = "full_duplex"
         if not arrangement.loop:
             tree["prefill"]["via"] = "direct"
         tree["policies"] = [

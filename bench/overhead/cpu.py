@@ -9,6 +9,9 @@ from pathlib import Path
 
 from workers.process import Child
 
+WATCHER = "watcher"
+"""Baton's second process, which looks at a sample of the streams."""
+
 
 class Meter:
     """Adds up what the processes of some children use, under names of ours; several children can share a name."""
@@ -16,7 +19,8 @@ class Meter:
     def __init__(self, children: Iterable[tuple[str, Child]]) -> None:
         self._pids: dict[str, list[int]] = {}
         for name, child in children:
-            self._pids.setdefault(name, []).extend(child.pids())
+            for pid in child.pids():
+                self._pids.setdefault(WATCHER if _is_watcher(pid) else name, []).append(pid)
 
     def cpu_s(self) -> dict[str, float]:
         """Seconds since they started, by name."""
@@ -30,6 +34,12 @@ class Meter:
 def spent(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
     """``after`` less ``before``, by name."""
     return {name: after[name] - before[name] for name in before}
+
+
+def _is_watcher(pid: int) -> bool:
+    with suppress(OSError):
+        return b"stream_watch" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
 
 
 def process_cpu_s(pid: int) -> float:

@@ -8,13 +8,14 @@ from rich.table import Table
 
 from bench.overhead.arrangements import ARRANGEMENTS, ENVOY, ROUTER
 from bench.overhead.cells import CLIENT, WORKERS, Cell, Spot
+from bench.overhead.cpu import WATCHER
 from bench.overhead.judge import ENVOY_SMG, ENVOY_VLLM_ROUTER, SMG, judged, ratio
 from bench.overhead.results import Results
 from bench.overhead.streams import WHOLE, StreamCell, StreamSpot
 
 Say = Callable[[str], None]
 _SHORT_SPOTS = (Spot(4, 1), Spot(4, 16), Spot(128, 1), Spot(128, 16))
-_PARTS = (ENVOY, ROUTER, WORKERS, CLIENT)
+_PARTS = (ENVOY, ROUTER, WATCHER, WORKERS, CLIENT)
 
 
 def tables(results: Results) -> Iterable[Table]:
@@ -42,7 +43,7 @@ def _title(cell: Cell | StreamCell) -> str:
 
 
 def _requests(spot: Spot, cells: Sequence[Cell]) -> Table:
-    heads = ("req/s", "rounds", "p50 ms", "p99 ms", "CPU µs", "Envoy", "router", "workers", "client", "MB")
+    heads = ("req/s", "rounds", "p50 ms", "p99 ms", "CPU µs", *_PARTS, "MB")
     table = _table(str(spot), heads)
     for cell in cells:
         table.add_row(
@@ -56,7 +57,13 @@ def _requests(spot: Spot, cells: Sequence[Cell]) -> Table:
             _megabytes(cell.memory_mb),
         )
         if cell.name == "direct":
-            table.add_row("… twice, one after the other", f"{cell.per_s / 2:,.0f}", "", f"{cell.p50_s * 2e3:.2f}", *[""] * 7)
+            table.add_row(
+                "… twice, one after the other",
+                f"{cell.per_s / 2:,.0f}",
+                "",
+                f"{cell.p50_s * 2e3:.2f}",
+                *[""] * (len(heads) - 3),
+            )
     return table
 
 
@@ -84,8 +91,8 @@ def _ratios(name: str, cells: Sequence[Cell]) -> Table:
 def _streams(spot: StreamSpot, cells: Sequence[StreamCell]) -> Table:
     whole = spot == WHOLE
     title = f"{spot}; CPU in µs of a {'whole request' if whole else 'token'}, times in ms, delay from the worker to the client"
-    heads = ("ITL p50", "p99", "rounds", "delay p50", "p99", "added", "TTFT", "CPU", "Envoy", "router", "workers", "client")
-    table = _table(title, (*heads, "MB"))
+    heads = ("ITL p50", "p99", "rounds", "delay p50", "p99", "added", "TTFT", "CPU", *_PARTS, "MB")
+    table = _table(title, heads)
     direct = next((cell for cell in cells if cell.name == "direct"), None)
     for cell in cells:
         cpu_s = cell.cpu_a_request_s if whole else cell.cpu_a_token_s
@@ -106,9 +113,9 @@ def _streams(spot: StreamSpot, cells: Sequence[StreamCell]) -> Table:
 
 
 def _idle(idle: dict[str, dict[str, float]]) -> Table:
-    table = _table("while nothing is asked: share of a core", ("Envoy", "router"))
+    table = _table("while nothing is asked: share of a core", _PARTS[:3])
     for name, parts in idle.items():
-        table.add_row(ARRANGEMENTS[name].title, *(f"{parts[part]:.1%}" if part in parts else "" for part in (ENVOY, ROUTER)))
+        table.add_row(ARRANGEMENTS[name].title, *(f"{parts[part]:.1%}" if part in parts else "" for part in _PARTS[:3]))
     return table
 
 
