@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -30,6 +31,7 @@ def main(arguments: list[str]) -> int:
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False)
 
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         options = parse(arguments)
         measured, interrupted = (results.read(options.read), False) if options.read else _measure(options, say)

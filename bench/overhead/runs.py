@@ -131,15 +131,17 @@ class Run:
             ways = [way for way in site.ways if self._works(way, lambda way: one(way, _WARM_UP).report.faults)]
             self._watch_idle(ways)
             plan = [(way, spot) for way in ways for spot in options.stream_spots(way.arrangement.name)]
-            seconds = sum(spot.tokens * token_s + streams.SPREAD_S + _CLIENT_START_S for _, spot in plan)
-            self._announce(len(plan) * options.stream_rounds, seconds / max(1, len(plan)))
+            total = [spot for _, spot in plan for _ in range(options.rounds_of(spot))]
+            seconds = sum(spot.tokens * token_s + streams.SPREAD_S + _CLIENT_START_S for spot in total)
+            self._announce(len(total), seconds / max(1, len(total)))
             for number in range(options.stream_rounds):
                 self._order.shuffle(plan)
-                for done, (way, spot) in enumerate(plan, 1):
+                chosen = [(way, spot) for way, spot in plan if number < options.rounds_of(spot)]
+                for done, (way, spot) in enumerate(chosen, 1):
                     sample = one(way, spot)
                     self._streamed.setdefault((way.arrangement.name, spot), []).append(sample)
                     self._tell(
-                        f"  round {number + 1} of {options.stream_rounds}, {done} of {len(plan)}: {way.arrangement.name}, "
+                        f"  round {number + 1} of {options.stream_rounds}, {done} of {len(chosen)}: {way.arrangement.name}, "
                         f"{spot}: ITL p99 {sample.report.itl_p99_s * 1e3:.1f} ms"
                     )
 
