@@ -141,7 +141,10 @@ class Costs:
 
     def sequences(self, endpoint: Endpoint, now_s: float) -> float:
         """On the decode worker, ours and others'."""
-        return len(endpoint.decode.claims) + self.external(endpoint, now_s, prefill=False)
+        leg = endpoint.decode
+        if not leg.external_requests:
+            return len(leg.claims)
+        return len(leg.claims) + self.external(endpoint, now_s, prefill=False)
 
     def full(self, endpoint: Endpoint, tokens: int, now_s: float) -> bool:
         """Whether the decode worker has no room for a sequence of ``tokens`` beside those that it runs."""
@@ -246,14 +249,17 @@ class Costs:
     ) -> Terms:
         """A handoff, from what :meth:`prefilling` and :meth:`decoding` say of the two workers, and what the pair adds."""
         missing_bytes = max(job.tokens - cached_decode, 0) * self.kv_bytes_per_token(job)
-        terms = Terms(queue_decode_s=decoding[0], generation_s=decoding[1])
-        terms.queue_prefill_s, terms.prefill_s = prefilling
-        between = self.pairs.transfer_rate(prefill.address, decode.address) or self.transfer_rate(decode)
-        terms.transfer_s = between.seconds(missing_bytes)
-        terms.handshake_s = self.pairs.handshake_s(prefill.address, decode.address)
-        terms.penalty_s = self.pairs.penalty_s(prefill.address, decode.address, now_s)
-        terms.overhead_s = self.settings.handoff_overhead_s
-        return terms
+        rate, handshake_s, penalty_s = self.pairs.between(prefill.address, decode.address, now_s)
+        return Terms(
+            queue_prefill_s=prefilling[0],
+            prefill_s=prefilling[1],
+            transfer_s=(rate or self.transfer_rate(decode)).seconds(missing_bytes),
+            handshake_s=handshake_s,
+            overhead_s=self.settings.handoff_overhead_s,
+            penalty_s=penalty_s,
+            queue_decode_s=decoding[0],
+            generation_s=decoding[1],
+        )
 
     def whole(self, job: Job, decode: Endpoint, cached: int, now_s: float) -> Terms:
         """The decode worker does it all, and its streams wait meanwhile."""
@@ -278,7 +284,7 @@ class Costs:
         answer, tokens = self.answer_tokens(job), decode.decode.tokens
         over = sequences + 1 - (decode.max_seqs or self.settings.worker_max_seqs)
         queue_s = over * rate.itl_s(sequences, tokens) * answer / max(sequences, 1) if over > 0 else 0.0
-        return queue_s, answer * (rate.itl_s(sequences + 1, tokens + job.tokens) - rate.itl_s(1, job.tokens))
+        return queue_s, answer * rate.longer_s(sequences, tokens, job.tokens)
 
     def total(self, aims: Aims, terms: Terms, *, pressure: float) -> float:
         """What the objective makes of the terms. ``pressure``: how busy the prefill pool is, 0 to 1."""
@@ -287,5 +293,5 @@ class Costs:
             return terms.ttft_s
         if objective is Objective.THROUGHPUT:
             return terms.prefill_s + terms.transfer_s + terms.stall_s + terms.generation_s + 0.01 * terms.ttft_s
-        terms.hold_s = self.settings.hold * pressure * terms.prefill_s
-        return terms.ttft_s + terms.hold_s + terms.stall_s + terms.generation_s
+        hold_s = terms.hold_s = self.settings.hold * pressure * terms.prefill_s
+        return terms.ttft_s + hold_s + terms.stall_s + terms.generation_s

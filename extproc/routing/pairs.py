@@ -57,6 +57,13 @@ class Pairs:
         pair = self._pairs.get((prefill, decode))
         return max(0.0, pair.until_s - now_s) if pair is not None else 0.0
 
+    def between(self, prefill: str, decode: str, now_s: float) -> tuple[TransferRate | None, float, float]:
+        """:meth:`transfer_rate`, :meth:`handshake_s` and :meth:`penalty_s` at once."""
+        pair = self._pairs.get((prefill, decode))
+        if pair is None:
+            return None, self._handshake_s, 0.0
+        return pair.transfers, 0.0 if pair.met else self._handshake_s, max(0.0, pair.until_s - now_s)
+
     def succeeded(self, prefill: str, decode: str) -> None:
         """A handoff between them was read."""
         pair = self._touch(prefill, decode)

@@ -10,7 +10,6 @@ import random
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
-from heapq import nsmallest
 from itertools import islice
 from typing import NamedTuple
 
@@ -46,6 +45,8 @@ _SESSIONS = 100_000
 
 _CANDIDATES_KEPT = 8
 """Of those that were weighed, so many are remembered with a decision."""
+
+_NO_LABELS: frozenset[tuple[str, str]] = frozenset()
 
 _GROUPS = 1_000
 """Lists of candidates that are remembered until the pool changes."""
@@ -128,7 +129,7 @@ class Picker:
         if self._version != self._pool.version or len(self._groups) > _GROUPS:
             self._version = self._pool.version
             self._groups.clear()
-        key = (role, model, frozenset(labels.items()))
+        key = (role, model, frozenset(labels.items()) if labels else _NO_LABELS)
         found = self._groups.get(key)
         if found is None:
             live = self._pool.live(role)
@@ -355,13 +356,14 @@ class Picker:
         return sum(self._costs.backlog_s(each, now_s) > 0 for each in prefills) / max(len(prefills), 1)
 
     def _pairs(self, job: Job, prefills: list[Endpoint], decodes: list[Endpoint], hits: Hits, now_s: float) -> list[Candidate]:
-        pressure = self.pressure(prefills, now_s)
         found = []
-        costs = self._costs
-        decoding = [(decode, hits.of(decode), costs.decoding(job, decode, now_s)) for decode in decodes]
-        for prefill in prefills:
-            cached_prefill = hits.of(prefill)
-            prefilling = costs.prefilling(job, prefill, cached_prefill, now_s)
+        costs, aims, held = self._costs, job.aims, hits.tokens
+        cached = [held.get(each.address, 0) for each in prefills]
+        work = [costs.prefilling(job, each, tokens, now_s) for each, tokens in zip(prefills, cached, strict=True)]
+        # pressure(), of what has been asked already
+        pressure = len([1 for backlog_s, _ in work if backlog_s > 0]) / max(len(prefills), 1)
+        decoding = [(each, held.get(each.address, 0), costs.decoding(job, each, now_s)) for each in decodes]
+        for prefill, cached_prefill, prefilling in zip(prefills, cached, work, strict=True):
             for decode, cached_decode, alone in decoding:
                 if prefill is decode:
                     continue  # to itself nothing is handed over: that is the other kind of choice
@@ -370,7 +372,7 @@ class Picker:
                     Candidate(
                         prefill=prefill.address,
                         decode=decode.address,
-                        cost=costs.total(job.aims, terms, pressure=pressure),
+                        cost=costs.total(aims, terms, pressure=pressure),
                         terms=terms,
                         cached_prefill_tokens=cached_prefill,
                         cached_decode_tokens=cached_decode,
@@ -456,15 +458,15 @@ def _turn(loaded: Loaded) -> int:
 def _idlest_and_warmest(room: list[Loaded], hits: Hits) -> list[Endpoint]:
     """Those with the least to do, and of the others those that hold most of the prompt."""
     few = len(room) > _MANY
-    idlest = [endpoint for *_, endpoint in nsmallest(_IDLEST - few, room)]
+    idlest = [each[-1] for each in sorted(room)[: _IDLEST - few]]
     held = hits.tokens
     if not held:
         return idlest
     # Where all hold a common beginning, only those that hold more, and a few that hold just that, are put in order.
-    amounts = [held.get(endpoint.address, 0) for *_, endpoint in room]
+    amounts = [held.get(each[-1].address, 0) for each in room]
     most = _IDLEST + _WARMEST
     least = max(sorted(amounts)[-most:][0], 1)
     more = [place for place, amount in enumerate(amounts) if amount > least]
     same = islice((place for place, amount in enumerate(amounts) if amount == least), most)
     warm = [(-amounts[place], place) for place in (*more, *same) if room[place][-1] not in idlest]
-    return idlest + [room[place][-1] for _, place in nsmallest(_WARMEST - few, warm)]
+    return idlest + [room[place][-1] for _, place in sorted(warm)[: _WARMEST - few]]

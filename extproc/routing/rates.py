@@ -121,6 +121,12 @@ class DecodeRate:
         """With so many sequences in the batch, which have so many tokens together."""
         return self._scale.value * self._guess_s(sequences, kv_tokens)
 
+    def longer_s(self, sequences: float, kv_tokens: float, own_tokens: float) -> float:
+        """What one more sequence of ``own_tokens`` waits for a token beside so many others, over what it would alone."""
+        scale, step_s, each_s, token_s = self._scale.value, self._step_s, self._each_s, self._token_s
+        among_s = step_s + each_s * (sequences + 1) + token_s * (kv_tokens + own_tokens)
+        return scale * among_s - scale * (step_s + each_s + token_s * own_tokens)
+
     def _guess_s(self, sequences: float, kv_tokens: float) -> float:
         return self._step_s + self._each_s * sequences + self._token_s * kv_tokens
 

@@ -161,7 +161,9 @@ class Scales:
 
     def view(self, job: Job, now_s: float) -> View:
         """The workers of one kind of prompt. Raises NoEndpointError."""
-        key = (job.model, frozenset(job.aims.prefill_labels.items()), frozenset(job.aims.decode_labels.items()))
+        aims = job.aims
+        labelled = aims.prefill_labels or aims.decode_labels
+        key = (frozenset(aims.prefill_labels.items()), frozenset(aims.decode_labels.items())) if labelled else None, job.model
         view = self._views.get(key)
         if view is None:
             able = self._picker.able(Role.PREFILL, job.model, job.aims.prefill_labels, now_s)
