@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import cast
 
 import uvloop
+from rich.console import Console
 
 from extproc.transport.call import Call
 from extproc.transport.choose import Kind, make_server
@@ -28,7 +29,7 @@ from extproc.transport.http2.hpack import encode
 
 PATH = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
 KINDS: tuple[Kind, ...] = ("grpc", "lean")
-_HEADERS_BYTES, _ANSWER_BYTES, _REPLY_BYTES = 1_200, 300, 400
+_HEADERS_BYTES, _ANSWER_BYTES = 1_200, 300
 _HEADERS = encode(
     (
         (b":method", b"POST"),
@@ -43,18 +44,18 @@ _HEADERS = encode(
 )
 
 
-async def _handle(call: Call) -> None:
-    reply = b"r" * _REPLY_BYTES
-    while await call.receive() is not None:
-        await call.send(reply)
-
-
-def _serve(kind: Kind, address: str, pipe: Pipe) -> None:
+def _serve(kind: Kind, address: str, reply_bytes: int, pipe: Pipe) -> None:
     """A process of its own: tells its CPU seconds whenever it is asked, until it is told None."""
+
+    reply = b"r" * reply_bytes
+
+    async def handle(call: Call) -> None:
+        while await call.receive() is not None:
+            await call.send(reply)
 
     async def main() -> None:
         server = make_server(kind, max_message_bytes=64 << 20, max_streams=10_000)
-        server.serve(PATH, _handle)
+        server.serve(PATH, handle)
         server.add_insecure_port(address)
         await server.start()
         asked = asyncio.Event()
@@ -81,7 +82,8 @@ def _message(stream: int, size_bytes: int) -> bytes:
 class _Client(asyncio.Protocol):
     """Keeps so many streams open until all are done."""
 
-    def __init__(self, requests: int, at_once: int, body_bytes: int) -> None:
+    def __init__(self, requests: int, at_once: int, body_bytes: int, reply_bytes: int) -> None:
+        self._reply_bytes, self._came = reply_bytes + 5, dict[int, int]()
         self._left, self._at_once, self._sizes = requests, at_once, (_HEADERS_BYTES, body_bytes, _ANSWER_BYTES)
         self._next, self._replies, self._rest = 1, dict[int, int](), b""
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -107,7 +109,7 @@ class _Client(asyncio.Protocol):
             if end > len(data):
                 break
             position = end
-            if kind == frames.DATA and high << 16 | low:
+            if kind == frames.DATA and self._whole(stream, high << 16 | low):
                 answers.append(self._replied(stream))
             elif kind == frames.PING and not flags & frames.ACK:
                 answers.append(frames.frame(frames.PING, frames.ACK, 0, data[end - 8 : end]))
@@ -116,6 +118,14 @@ class _Client(asyncio.Protocol):
         self._rest = data[position:]
         if answers:
             self._transport.write(b"".join(answers))
+
+    def _whole(self, stream: int, size_bytes: int) -> bool:
+        """More of a reply came; whether it was the last of it."""
+        self._came[stream] = self._came.get(stream, 0) + size_bytes
+        if self._came[stream] < self._reply_bytes:
+            return False
+        del self._came[stream]
+        return True
 
     def _replied(self, stream: int) -> bytes:
         count = self._replies[stream] = self._replies[stream] + 1
@@ -133,11 +143,11 @@ class _Client(asyncio.Protocol):
             self.done.set_exception(exc or ConnectionError("the server closed the connection"))
 
 
-async def _drive(path: str, requests: int, at_once: int, body_bytes: int) -> float:
+async def _drive(path: str, requests: int, at_once: int, body_bytes: int, reply_bytes: int) -> float:
     """Seconds that it took."""
     loop = asyncio.get_running_loop()
     began_s = loop.time()
-    transport, client = await loop.create_unix_connection(lambda: _Client(requests, at_once, body_bytes), path)
+    transport, client = await loop.create_unix_connection(lambda: _Client(requests, at_once, body_bytes, reply_bytes), path)
     await asyncio.wait_for(client.done, 120)
     transport.close()
     return loop.time() - began_s
@@ -146,10 +156,11 @@ async def _drive(path: str, requests: int, at_once: int, body_bytes: int) -> flo
 class _Server:
     """One of the servers in its process."""
 
-    def __init__(self, kind: Kind, directory: Path) -> None:
-        self.path = str(directory / f"{kind}.sock")
+    def __init__(self, kind: Kind, directory: Path, reply_bytes: int) -> None:
+        self.path, self.reply_bytes = str(directory / f"{kind}.sock"), reply_bytes
         self.pipe, other = multiprocessing.Pipe()
-        self.process = multiprocessing.get_context("spawn").Process(target=_serve, args=(kind, f"unix:{self.path}", other))
+        arguments = (kind, f"unix:{self.path}", reply_bytes, other)
+        self.process = multiprocessing.get_context("spawn").Process(target=_serve, args=arguments)
         self.process.start()
         self.pipe.recv()
 
@@ -160,7 +171,7 @@ class _Server:
     def measure(self, requests: int, at_once: int, body_bytes: int) -> tuple[float, float]:
         """µs of CPU and of wall time for one stream."""
         before_s = self.cpu_s()
-        took_s = uvloop.run(_drive(self.path, requests, at_once, body_bytes))
+        took_s = uvloop.run(_drive(self.path, requests, at_once, body_bytes, self.reply_bytes))
         return (self.cpu_s() - before_s) / requests * 1e6, took_s / requests * 1e6
 
     def stop(self) -> None:
@@ -175,12 +186,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each server, in turn")
     parser.add_argument("--streams", type=int, nargs="*", default=[1, 16, 64], help="open at the same time")
     parser.add_argument("--body-kb", type=int, default=4, help="size of the second message")
+    parser.add_argument("--reply-bytes", type=int, default=400, help="size of each reply")
     parser.add_argument("--kind", choices=KINDS, nargs="*", default=list(KINDS), help="servers")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        servers = {kind: _Server(kind, Path(directory)) for kind in options.kind}
-        print(f"body of {options.body_kb} KB, {options.requests} streams, medians of {options.rounds} rounds")
-        print("streams at once   server   CPU µs a stream   wall µs a stream")
+        servers = {kind: _Server(kind, Path(directory), options.reply_bytes) for kind in options.kind}
+        console = Console(highlight=False)
+        console.print(f"body of {options.body_kb} KB, {options.requests} streams, medians of {options.rounds} rounds")
+        console.print("streams at once   server   CPU µs a stream   wall µs a stream")
         for at_once in options.streams:
             found: dict[str, list[tuple[float, float]]] = {kind: [] for kind in servers}
             for _ in range(options.rounds):
@@ -188,7 +201,7 @@ def main() -> None:
                     found[kind].append(server.measure(options.requests, at_once, options.body_kb * 1024))
             for kind, values in found.items():
                 cpu_us, wall_us = (statistics.median(column) for column in zip(*values, strict=True))
-                print(f"{at_once:15}   {kind:6}   {cpu_us:15.0f}   {wall_us:16.0f}", flush=True)
+                console.print(f"{at_once:15}   {kind:6}   {cpu_us:15.0f}   {wall_us:16.0f}")
         for server in servers.values():
             server.stop()
 

@@ -120,7 +120,8 @@ class LeanCall(Inbox):
             finally:
                 self._reader = None
         message = self.take()
-        self._link.flush()
+        if self._link.connection.sender.out:
+            self._link.flush()
         return message
 
     def stirred(self) -> asyncio.Future[None]:
@@ -144,8 +145,9 @@ class LeanCall(Inbox):
         if not self._started:
             self._started = True
             sender.headers(self._stream, ANSWER_HEADERS)
-        sent = sender.data(self._stream, PREFIX.pack(0, len(message)), message)
-        link.flush()
+        size_bytes = len(message)
+        sent = sender.data(self._stream, PREFIX.pack(0, size_bytes), message)
+        link.flush(size_bytes)
         if not sent:
             await self._until_drained()
 

@@ -21,6 +21,9 @@ SHUTDOWN_TIMEOUT_S: Final = 1.0
 """So long a peer may take to hear of a shutdown, and to take what was last written."""
 _BUFFER_BYTES: Final = 1 << 20
 """Written and not taken, before messages wait."""
+_LARGE_BYTES: Final = 16 * 1024
+_MANY_PIECES: Final = 200
+"""Of what waits for the end of a turn of the loop."""
 
 
 class Link(asyncio.Protocol):
@@ -30,6 +33,8 @@ class Link(asyncio.Protocol):
         self._server = server
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
+        self._scheduled = False
+        """A write is about to be made."""
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self.connection = Connection(self, limits, self._loop.time)
         self.max_message_bytes = max_message_bytes
@@ -43,17 +48,17 @@ class Link(asyncio.Protocol):
         """See Receiver."""
         return self._server.open(LeanCall(self, stream, head, self._loop))
 
-    def flush(self) -> None:
-        """Write what there is, in one piece."""
-        connection = self.connection
-        out = connection.sender.out
-        if out:
-            transport = self._transport
-            if transport is not None:
-                transport.write(b"".join(out))
-            out.clear()
-        if connection.closed:
-            self._close()
+    def flush(self, size_bytes: int = 0) -> None:
+        """Write what there is, soon: what comes within one turn of the loop goes out in one write.
+
+        ``size_bytes``: of what was sent just now. What is large, or many pieces, goes at once, so that a socket which takes
+        no more is noticed.
+        """
+        if size_bytes > _LARGE_BYTES or len(self.connection.sender.out) > _MANY_PIECES:
+            self._write()
+        elif not self._scheduled:
+            self._scheduled = True
+            self._loop.call_soon(self._write)
 
     # -- for the server ----------------------------------------------------------------------------------------------------
 
@@ -67,7 +72,7 @@ class Link(asyncio.Protocol):
         """Close, after what is written already."""
         self.connection.finish()
         self.connection.lost()
-        self.flush()
+        self._write()
 
     # -- for the event loop ------------------------------------------------------------------------------------------------
 
@@ -92,7 +97,7 @@ class Link(asyncio.Protocol):
         if connection.sender.out or connection.closed:
             if connection.fault is not None:
                 self._server.report(f"{self.peer} broke HTTP/2: {connection.fault}", None)
-            self.flush()
+            self._write()
 
     def pause_writing(self) -> None:
         """See asyncio."""
@@ -114,6 +119,17 @@ class Link(asyncio.Protocol):
         self._server.disconnected(self)
 
     # -- inside ------------------------------------------------------------------------------------------------------------
+
+    def _write(self) -> None:
+        self._scheduled = False
+        connection = self.connection
+        out = connection.sender.out
+        if out:
+            if self._transport is not None:
+                self._transport.write(b"".join(out))
+            out.clear()
+        if connection.closed:
+            self._close()
 
     def _after(self, delay_s: float, then: Callable[[], None]) -> None:
         self._timers[then.__name__] = self._loop.call_later(delay_s, then)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -15,6 +16,7 @@ import uvloop
 from extproc.transport import lean_server, link
 from extproc.transport.call import CallGoneError
 from extproc.transport.http2 import errors, frames
+from extproc.transport.http2.stream import Stream
 from extproc.transport.lean_call import LeanCall
 from extproc.transport.lean_server import LeanServer
 from extproc.transport.ports import bind
@@ -720,5 +722,23 @@ def test_nothing_is_registered_after_the_start(run: Runner, tmp_path: Path) -> N
                 served.server.serve("/a/b", echo)  # type: ignore[arg-type]
             with pytest.raises(RuntimeError):
                 served.server.add_insecure_port("127.0.0.1:0")
+
+    run(scenario)
+
+
+def test_what_a_call_leaves_behind_needs_no_garbage_collector(run: Runner, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(echo, tmp_path) as (served, client):
+            gc.collect()
+            gc.disable()
+            try:
+                for _ in range(20):
+                    await client.answer(client.call(b"a", end=True))
+                    client.reset(client.call(b"b"))
+                await until(lambda: len(served.calls) == 40 and served.idle)
+                served.calls.clear()
+                await until(lambda: not any(isinstance(each, LeanCall | Stream) for each in gc.get_objects()))
+            finally:
+                gc.enable()
 
     run(scenario)

@@ -34,7 +34,7 @@ from extproc.transport.http2.frames import DATA, END_HEADERS, END_STREAM, HEAD, 
 from extproc.transport.http2.head import Head, MalformedError, check_trailers, read_head
 from extproc.transport.http2.hpack import Decoder, Field, HeadersTooLargeError, HpackError
 from extproc.transport.http2.sender import Sender
-from extproc.transport.http2.stream import Sink, Stream
+from extproc.transport.http2.stream import NOBODY, Sink, Stream
 
 __all__ = ["Connection", "Head", "Limits", "Receiver", "Sink", "Stream"]
 
@@ -226,6 +226,7 @@ class Connection:
             self.sender.forget(stream)
             self.sender.out.append(frames.rst_stream(stream.id, code))
             self._remember(stream, by_us=True)
+            stream.sink = NOBODY
 
     def grant(self, stream: Stream, window_bytes: int) -> None:
         """Let the peer send so many bytes more on a stream; it never gets less than it has."""
@@ -392,9 +393,10 @@ class Connection:
         if sink is None:
             del self.streams[number]
             raise StreamFault(REFUSED_STREAM, "refused")
-        stream.sink = sink
-        if self._block_ends and stream.local_open:
-            sink.ended()
+        if stream.local_open:  # it may have been answered already
+            stream.sink = sink
+            if self._block_ends:
+                sink.ended()
 
     def _head(self, block: bytes) -> Head:
         """A request's headers. Raises ConnectionFault, StreamFault."""
@@ -580,7 +582,7 @@ class Connection:
         if stream.remote_open:
             self.sender.out.append(frames.rst_stream(stream.id, NO_ERROR))
         self._remember(stream, by_us=stream.remote_open)
-        stream.remote_open = False
+        stream.sink = NOBODY
 
     def _remember(self, stream: Stream, *, by_us: bool) -> None:
         stream.remote_open = False
@@ -595,14 +597,16 @@ class Connection:
 
     def _drained(self, streams: list[Stream]) -> None:
         for stream in streams:
+            sink = stream.sink
             if not stream.local_open:
                 self._local_ended(stream)
-            stream.sink.drained()
+            sink.drained()
 
     def _drop(self, stream: Stream, code: int) -> None:
         self.sender.forget(stream)
         stream.remote_open = False
-        stream.sink.gone(code)
+        sink, stream.sink = stream.sink, NOBODY
+        sink.gone(code)
 
     def _fail_stream(self, number: int, fault: StreamFault) -> None:
         self._spend()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Protocol
+from typing import Final, Protocol
 
 
 class Sink(Protocol):
@@ -22,6 +22,26 @@ class Sink(Protocol):
         """Nothing that was sent is still held back."""
 
 
+class _Nobody:
+    """Whom a closed stream tells."""
+
+    def data(self, buffer: bytes, start: int, stop: int) -> None:
+        """Not told."""
+
+    def ended(self) -> None:
+        """Not told."""
+
+    def gone(self, _code: int) -> None:
+        """Not told."""
+
+    def drained(self) -> None:
+        """Not told."""
+
+
+NOBODY: Final = _Nobody()
+"""A stream lets go of its owner when it is closed, so that neither needs the garbage collector."""
+
+
 class Stream:
     """One request and its answer (RFC 9113 section 5.1). It is open as long as one of its sides is."""
 
@@ -37,10 +57,9 @@ class Stream:
         "trailers",
     )
 
-    sink: Sink
-
     def __init__(self, number: int, send_window: int, receive_window: int, content_left: int) -> None:
         self.id = number
+        self.sink: Sink = NOBODY
         self.remote_open = True
         """The peer may send."""
         self.local_open = True
