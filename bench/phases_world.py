@@ -8,7 +8,6 @@ import os
 import random
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import msgspec
@@ -172,14 +171,14 @@ class World:
 
     def serve(self, sent: Sent, measure: Measure) -> None:
         """One request, from Envoy's first message to the line in Envoy's log."""
-        parts, held = self._parts, ExitStack()
+        parts = self._parts
         head_bytes, body_bytes = _head_message(sent), _body_message(sent.body)
 
         head = measure("headers: message -> event", lambda: wire.read_event(pb.ProcessingRequest.FromString(head_bytes)))
         headers = head.headers
         journey: Journey = measure(
             "headers: note, observer",
-            lambda: Journey(parts, None, held),  # type: ignore[arg-type]
+            lambda: Journey(parts, None),  # type: ignore[arg-type]
         )
         record = journey.record
 
@@ -190,7 +189,7 @@ class World:
             record.treatment = treatment(record.method, headers[":path"])
             forbidden = tuple(name for name in ROUTING_HEADERS if name in headers) + tuple(override_headers(headers))
             change = wire.Mutation(remove_headers=forbidden, watch_answer=True, tags=journey.marks("none"))
-            reply: bytes = wire.headers_reply(change).SerializeToString()
+            reply: bytes = wire.headers_reply(change)
             return reply
 
         measure("headers: treatment, reply", treat)
@@ -249,7 +248,7 @@ class World:
                 destination=pair.decode,
                 tags=journey.marks("disaggregate"),
             )
-            reply: bytes = wire.body_reply(mutation).SerializeToString()
+            reply: bytes = wire.body_reply(mutation)
             return reply
 
         measure("decode: reply", body_reply)
@@ -274,7 +273,7 @@ class World:
         def answered() -> bytes:
             event = wire.read_event(pb.ProcessingRequest.FromString(answer_bytes))
             journey.answered(event)
-            reply: bytes = wire.go_on(event).SerializeToString()
+            reply: bytes = wire.go_on(event)
             return reply
 
         measure("answer: message, health, reply", answered)
@@ -283,7 +282,7 @@ class World:
         line_bytes = lines.SerializeToString()
 
         def over() -> None:
-            measure("end: give back", held.close)
+            measure("end: give back", journey.held.release)
             journey.on_answer = None  # as the filter does
             measure("end: metrics, accounts", lambda: self._silent._note(journey, 1.25))
             measure("end: log line", lambda: self._logging._log_line(journey, "chat", 1.25))

@@ -23,7 +23,6 @@ import asyncio
 import math
 import random
 import uuid
-from contextlib import ExitStack
 from functools import partial
 from typing import Any, Final
 
@@ -82,13 +81,15 @@ class Filter:
         started = self._parts.clock()
         self.open_streams += 1
         self._parts.recent.came()
-        with ExitStack() as held:
-            journey = Journey(self._parts, stream, held)
+        journey = Journey(self._parts, stream)
+        try:
+            await journey.own.of(self._serve(journey))
+        finally:
+            self.open_streams -= 1
             try:
-                await journey.own.of(self._serve(journey))
-            finally:
-                self.open_streams -= 1
                 self._note(journey, self._parts.clock() - started)
+            finally:
+                journey.held.release()
                 # It refers to the journey: a cycle, which would stay in memory until the garbage collector looks for it.
                 journey.on_answer = None
 

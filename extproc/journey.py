@@ -10,7 +10,6 @@ import asyncio
 import time
 from array import array
 from collections.abc import Callable
-from contextlib import ExitStack
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,6 +20,7 @@ from extproc.attempts import Prefiller
 from extproc.config import Config
 from extproc.dispatcher import Dispatcher
 from extproc.handoff import Connector
+from extproc.held import Held
 from extproc.intake import Intake
 from extproc.observe.engines import Engines
 from extproc.observe.logs import Logger
@@ -132,12 +132,12 @@ class Parts(msgspec.Struct, frozen=True):
 
 
 class Journey:
-    """One request. ``held`` gives back on exit whatever is hung on it."""
+    """One request. ``held`` gives back in the end whatever is hung on it."""
 
-    def __init__(self, parts: Parts, stream: wire.Stream, held: ExitStack) -> None:
+    def __init__(self, parts: Parts, stream: wire.Stream) -> None:
         self.parts = parts
         self.stream = stream
-        self.held = held
+        self.held = held = Held()
         self.record = Record()
         self.observed = parts.observer.begin()
         held.callback(parts.observer.end, self.observed)
@@ -272,7 +272,7 @@ class Journey:
     def sent_to(self, decode: str, tokens: int, *, handoff: bool) -> None:
         """Its decode worker computes so many tokens, or receives them, until the request ends."""
         sent = self.parts.engines.recompute.sent(decode, tokens, handoff=handoff)
-        self.held.callback(lambda: setattr(sent, "ended_s", self.parts.clock()))
+        self.held.callback(sent.end, self.parts.clock)
 
     def _model_label(self) -> str:
         model = None if self.job is None else self.job.model

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Mapping
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ from envoy.config.core.v3 import base_pb2
 from envoy.extensions.filters.http.ext_proc.v3 import processing_mode_pb2
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from envoy.type.v3 import http_status_pb2
+from google.protobuf import struct_pb2
 
 from extproc.headers import (
     DESTINATION_HEADER,
@@ -30,14 +32,6 @@ SERVICE_NAME = "envoy.service.ext_proc.v3.ExternalProcessor"
 
 _BUFFERED = processing_mode_pb2.ProcessingMode.BUFFERED
 _FULL_DUPLEX = processing_mode_pb2.ProcessingMode.FULL_DUPLEX_STREAMED
-# The mode of envoy.yaml, but for the headers of the answer.
-_WATCHING = processing_mode_pb2.ProcessingMode(
-    request_body_mode=_BUFFERED,
-    request_trailer_mode=processing_mode_pb2.ProcessingMode.SKIP,
-    response_header_mode=processing_mode_pb2.ProcessingMode.SEND,
-    response_body_mode=processing_mode_pb2.ProcessingMode.NONE,
-    response_trailer_mode=processing_mode_pb2.ProcessingMode.SEND,
-)
 _ATTRIBUTES = "envoy.filters.http.ext_proc"
 """Where Envoy puts the attributes it was asked for."""
 _OVERWRITE = base_pb2.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
@@ -194,90 +188,188 @@ def _served(request: Any) -> str | None:
     return None
 
 
-def headers_reply(mutation: Mutation) -> Any:
+def headers_reply(mutation: Mutation) -> bytes:
     """The answer to RequestHeaders: go on, with these changes."""
-    reply = pb.ProcessingResponse()
-    _fill(reply, reply.request_headers, mutation)
+    common = _mutated(mutation, mutation.set_headers)
+    parts = [_field(_REQUEST_HEADERS, _field(_COMMON, common) if common else b"")]
+    _add_metadata(parts, mutation)
     if mutation.watch_answer:
-        reply.mode_override.CopyFrom(_WATCHING)
-    return reply
+        parts.append(_WATCHING)
+    return b"".join(parts)
 
 
-def body_reply(mutation: Mutation) -> Any:
-    """The answer to RequestBody: go on, with these changes."""
-    reply = pb.ProcessingResponse()
-    _fill(reply, reply.request_body, mutation)
-    return reply
+def body_reply(mutation: Mutation) -> bytes:
+    """The answer to RequestBody in BUFFERED mode: go on, with these changes."""
+    if mutation.body is None:
+        common = [_mutated(mutation, mutation.set_headers)]
+    else:
+        # In this mode Envoy refuses a body of another length than the header says.
+        headers = {**mutation.set_headers, "content-length": str(len(mutation.body))}
+        # The body is copied once, when all is joined: only lengths are added up before.
+        size = len(mutation.body)
+        inner = _BODY + _varint(size)
+        common = [_mutated(mutation, headers), _BODY_MUTATION, _varint(len(inner) + size), inner, mutation.body]
+    size = sum(map(len, common))
+    outer = _COMMON + _varint(size)
+    parts = [_REQUEST_BODY, _varint(len(outer) + size), outer, *common]
+    _add_metadata(parts, mutation)
+    return b"".join(parts)
 
 
-def _fill(reply: Any, phase: Any, mutation: Mutation) -> None:
-    # Without this an empty phase would not count as set, and Envoy would call the reply spurious.
-    phase.SetInParent()
-    common = phase.response
-    headers = dict(mutation.set_headers)
-    if mutation.body is not None:
-        common.body_mutation.body = mutation.body
-        # In BUFFERED mode Envoy refuses a body of another length than the header says.
-        headers["content-length"] = str(len(mutation.body))
-    if mutation.destination is not None:
-        # The last header: if Envoy refuses one of the others, nothing says that this request was cleared.
-        headers[DESTINATION_HEADER] = mutation.destination
-        metadata = reply.dynamic_metadata.fields[LB_NAMESPACE].struct_value
-        metadata.fields[DESTINATION_HEADER].string_value = mutation.destination
-    _set_tags(reply, mutation.tags)
-    _set_headers(common.header_mutation, headers)
-    common.header_mutation.remove_headers.extend(mutation.remove_headers)
+def streamed_reply(piece: bytes, *, answer: bool, end_of_stream: bool) -> bytes:
+    """In FULL_DUPLEX_STREAMED mode: a piece of the request's body goes on, or with ``answer`` one of the answer's."""
+    streamed = _field(_BODY, piece) + (_END_OF_STREAM if end_of_stream else b"")
+    common = _field(_COMMON, _field(_BODY_MUTATION, _field(_STREAMED, streamed)))
+    return _field(_RESPONSE_BODY if answer else _REQUEST_BODY, common)
 
 
-def immediate_reply(answer: Immediate) -> Any:
+def answer_reply(_: ResponseHeaders, set_headers: Mapping[str, str]) -> bytes:
+    """The answer to ResponseHeaders: go on, with these headers on the answer."""
+    return _field(_RESPONSE_HEADERS, _field(_COMMON, _field(_HEADER_MUTATION, _set_headers(set_headers))))
+
+
+def immediate_reply(answer: Immediate) -> bytes:
     """An answer to the client; the request ends here."""
     reply = pb.ProcessingResponse()
     immediate = reply.immediate_response
     immediate.status.CopyFrom(http_status_pb2.HttpStatus(code=answer.status))
     immediate.body = answer.body
     immediate.details = f"{FILTER_REPLY_DETAILS}_{answer.code}"
-    _set_headers(immediate.headers, {"content-type": answer.content_type, **answer.headers})
-    _set_tags(reply, answer.tags)
-    return reply
+    for name, value in {"content-type": answer.content_type, **answer.headers}.items():
+        option = immediate.headers.set_headers.add(append_action=_OVERWRITE)
+        option.header.key, option.header.raw_value = name, value.encode()
+    parts = [reply.SerializeToString()]
+    _add_metadata(parts, Mutation(tags=answer.tags))
+    return b"".join(parts)
 
 
-def answer_reply(_: ResponseHeaders, set_headers: Mapping[str, str]) -> Any:
-    """The answer to ResponseHeaders: go on, with these headers on the answer."""
-    reply = pb.ProcessingResponse()
-    reply.response_headers.SetInParent()
-    _set_headers(reply.response_headers.response.header_mutation, set_headers)
-    return reply
-
-
-def _set_tags(reply: Any, tags: Mapping[str, str]) -> None:
-    if tags:
-        fields = reply.dynamic_metadata.fields[TAGS_NAMESPACE].struct_value.fields
-        for name, value in tags.items():
-            fields[name].string_value = value
-
-
-def _set_headers(mutation: Any, headers: Mapping[str, str]) -> None:
-    for name, value in headers.items():
-        option = mutation.set_headers.add(append_action=_OVERWRITE)
-        option.header.key = name
-        option.header.raw_value = value.encode()
-
-
-def go_on(event: Event) -> Any:
+def go_on(event: Event) -> bytes:
     """The answer to an event that changes nothing."""
-    reply = pb.ProcessingResponse()
-    getattr(reply, _REPLY_FIELDS[type(event)]).SetInParent()
-    return reply
+    return _UNCHANGED[type(event)]
 
 
-_REPLY_FIELDS: dict[type[Event], str] = {
-    RequestHeaders: "request_headers",
-    RequestBody: "request_body",
-    RequestTrailers: "request_trailers",
-    ResponseHeaders: "response_headers",
-    ResponseBody: "response_body",
-    ResponseTrailers: "response_trailers",
+# The replies are written by hand: protobuf's classes take twice as long, and copy the body twice. A field of a message is a
+# number and kind, a length, and bytes (https://protobuf.dev/programming-guides/encoding); the numbers are the classes' own.
+
+
+def _key(message: Any, name: str) -> bytes:
+    """What stands before the length of a field that has one."""
+    number = message.DESCRIPTOR.fields_by_name[name].number
+    assert number < 16, "it is more than one byte"
+    return bytes((number << 3 | 2,))
+
+
+def _varint(number: int) -> bytes:
+    if number < 128:
+        return _SHORT[number]
+    out = bytearray()
+    while number > 127:
+        out.append(number & 127 | 128)
+        number >>= 7
+    out.append(number)
+    return bytes(out)
+
+
+_SHORT = [bytes((number,)) for number in range(128)]
+
+
+def _field(key: bytes, content: bytes) -> bytes:
+    return key + _varint(len(content)) + content
+
+
+_REQUEST_HEADERS = _key(pb.ProcessingResponse, "request_headers")
+_REQUEST_BODY = _key(pb.ProcessingResponse, "request_body")
+_RESPONSE_HEADERS = _key(pb.ProcessingResponse, "response_headers")
+_RESPONSE_BODY = _key(pb.ProcessingResponse, "response_body")
+_METADATA = _key(pb.ProcessingResponse, "dynamic_metadata")
+_COMMON = _key(pb.HeadersResponse, "response")
+assert _key(pb.BodyResponse, "response") == _COMMON
+_HEADER_MUTATION = _key(pb.CommonResponse, "header_mutation")
+_BODY_MUTATION = _key(pb.CommonResponse, "body_mutation")
+_SET_HEADER = _key(pb.HeaderMutation, "set_headers")
+_REMOVE_HEADER = _key(pb.HeaderMutation, "remove_headers")
+_HEADER = _key(base_pb2.HeaderValueOption, "header")
+_HEADER_KEY = _key(base_pb2.HeaderValue, "key")
+_HEADER_VALUE = _key(base_pb2.HeaderValue, "raw_value")
+_BODY = _key(pb.BodyMutation, "body")
+assert _key(pb.StreamedBodyResponse, "body") == _BODY
+_STREAMED = _key(pb.BodyMutation, "streamed_response")
+_END_OF_STREAM = pb.StreamedBodyResponse(end_of_stream=True).SerializeToString()
+_APPEND_ACTION = base_pb2.HeaderValueOption(append_action=_OVERWRITE).SerializeToString()
+_ENTRY = _key(struct_pb2.Struct, "fields")
+_ENTRY_KEY, _ENTRY_VALUE = b"\x0a", b"\x12"  # of any map: 1 and 2
+_STRING = _key(struct_pb2.Value, "string_value")
+_STRUCT = _key(struct_pb2.Value, "struct_value")
+_WATCHING = pb.ProcessingResponse(
+    # The mode of envoy.yaml, but for the headers of the answer.
+    mode_override=processing_mode_pb2.ProcessingMode(
+        request_body_mode=_BUFFERED,
+        request_trailer_mode=processing_mode_pb2.ProcessingMode.SKIP,
+        response_header_mode=processing_mode_pb2.ProcessingMode.SEND,
+        response_body_mode=processing_mode_pb2.ProcessingMode.NONE,
+        response_trailer_mode=processing_mode_pb2.ProcessingMode.SEND,
+    )
+).SerializeToString()
+# An empty phase must be there, or Envoy calls the reply spurious.
+_UNCHANGED: dict[type[Event], bytes] = {
+    RequestHeaders: _REQUEST_HEADERS + b"\0",
+    RequestBody: _REQUEST_BODY + b"\0",
+    RequestTrailers: _key(pb.ProcessingResponse, "request_trailers") + b"\0",
+    ResponseHeaders: _RESPONSE_HEADERS + b"\0",
+    ResponseBody: _RESPONSE_BODY + b"\0",
+    ResponseTrailers: _key(pb.ProcessingResponse, "response_trailers") + b"\0",
 }
+
+
+def _mutated(mutation: Mutation, set_headers: Mapping[str, str]) -> bytes:
+    """The header mutation of a CommonResponse; nothing if there is none."""
+    if mutation.destination is not None:
+        # The last header: if Envoy refuses one of the others, nothing says that this request was cleared.
+        set_headers = {**set_headers, DESTINATION_HEADER: mutation.destination}
+    content = _set_headers(set_headers)
+    for name in mutation.remove_headers:
+        content += _field(_REMOVE_HEADER, name.encode())
+    return _field(_HEADER_MUTATION, content) if content else b""
+
+
+def _set_headers(headers: Mapping[str, str]) -> bytes:
+    return b"".join([_header(name, value) for name, value in headers.items()])
+
+
+def _header(name: str, value: str) -> bytes:
+    header = _header_key(name) + _field(_HEADER_VALUE, value.encode())
+    return _field(_SET_HEADER, _field(_HEADER, header) + _APPEND_ACTION)
+
+
+@lru_cache(256)
+def _header_key(name: str) -> bytes:
+    return _field(_HEADER_KEY, name.encode())
+
+
+def _add_metadata(parts: list[bytes], mutation: Mutation) -> None:
+    content = b""
+    if mutation.tags:
+        tags = b"".join([_text_entry(name, value) for name, value in mutation.tags.items()])
+        content = _entry(TAGS_NAMESPACE, _field(_STRUCT, tags))
+    if mutation.destination is not None:
+        content += _pin(mutation.destination)
+    if content:
+        parts.append(_field(_METADATA, content))
+
+
+@lru_cache(4096)
+def _pin(destination: str) -> bytes:
+    return _entry(LB_NAMESPACE, _field(_STRUCT, _text_entry(DESTINATION_HEADER, destination)))
+
+
+@lru_cache(4096)
+def _text_entry(name: str, value: str) -> bytes:
+    # Most tags are labels, of which there are few; the one that is not costs little.
+    return _entry(name, _field(_STRING, value.encode()))
+
+
+def _entry(name: str, value: bytes) -> bytes:
+    return _field(_ENTRY, _field(_ENTRY_KEY, name.encode()) + _field(_ENTRY_VALUE, value))
 
 
 class Stream:
@@ -309,10 +401,10 @@ class Stream:
             self._trailers = True
         return event
 
-    async def send(self, reply: Any) -> None:
+    async def send(self, reply: bytes) -> None:
         """Send one reply, made by the functions of this module. Raises GoneError."""
         try:
-            await self._call.send(reply.SerializeToString())
+            await self._call.send(reply)
         except CallGoneError as error:
             raise GoneError(str(error)) from None
 
@@ -336,10 +428,8 @@ class Stream:
             tags=change.tags,
         )
         await self.send(headers_reply(headers))
-        for piece in _pieces(body if change.body is None else change.body, end_of_stream=not self._trailers):
-            reply = pb.ProcessingResponse()
-            reply.request_body.response.body_mutation.streamed_response.CopyFrom(piece)
-            await self.send(reply)
+        for piece, last in _pieces(body if change.body is None else change.body):
+            await self.send(streamed_reply(piece, answer=False, end_of_stream=last and not self._trailers))
         if self._trailers:
             await self.send(go_on(RequestTrailers()))
 
@@ -361,10 +451,8 @@ class Stream:
                 break  # the next one to ask will be told the same
             else:
                 following = more
-        for piece in _pieces(b"".join(pieces), end_of_stream=ended):
-            reply = pb.ProcessingResponse()
-            reply.response_body.response.body_mutation.streamed_response.CopyFrom(piece)
-            await self.send(reply)
+        for piece, last in _pieces(b"".join(pieces)):
+            await self.send(streamed_reply(piece, answer=True, end_of_stream=last and ended))
         return following
 
 
@@ -372,11 +460,11 @@ _PIECE_BYTES = 62_000
 """Of a body in one message of ours. The protocol advises less than 64 KiB, and some implementations insist."""
 
 
-def _pieces(body: bytes, *, end_of_stream: bool) -> Iterator[Any]:
-    """A body as messages; an empty one is one message."""
+def _pieces(body: bytes) -> Iterator[tuple[bytes, bool]]:
+    """A body cut up, each piece with whether it is the last; an empty one is one piece."""
     for start in range(0, len(body) or 1, _PIECE_BYTES):
         end = start + _PIECE_BYTES
-        yield pb.StreamedBodyResponse(body=body[start:end], end_of_stream=end_of_stream and end >= len(body))
+        yield body[start:end], end >= len(body)
 
 
 _parse = pb.ProcessingRequest.FromString

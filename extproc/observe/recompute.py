@@ -10,6 +10,7 @@ twice. Both are asked for, because each has innocent causes: a client that left 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 import msgspec
 
@@ -30,6 +31,10 @@ class Sent(msgspec.Struct, gc=False):
     """What the worker had computed when it was sent, and nobody had answered for."""
     ended_s: float | None = None
     """When the request ended; None while it runs."""
+
+    def end(self, clock: Callable[[], float]) -> None:
+        """The request has ended."""
+        self.ended_s = clock()
 
 
 class _Worker:
@@ -54,7 +59,7 @@ class Recompute:
         self._workers: dict[str, _Worker] = {}
 
     def sent(self, decode: str, tokens: int, *, handoff: bool) -> Sent:
-        """A prompt goes to a decode worker. Whoever holds the result sets ``ended_s`` in the end."""
+        """A prompt goes to a decode worker. Whoever holds the result calls its ``end``."""
         worker = self._workers.setdefault(decode, _Worker())
         entry = Sent(float(tokens), handoff, worker.unclaimed)
         worker.open.append(entry)
