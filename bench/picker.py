@@ -67,23 +67,23 @@ def main() -> None:
 
 
 def _lines(prefill: int, decode: int, rounds: int) -> list[_Times]:
-    found = []
+    found: list[_Times] = []
     for held, mode in itertools.product((True, False), (Mode.AUTO, Mode.DISAGGREGATE)):
-        bench = _Bench(prefill, decode, Aims(mode=mode, held=held, max_wait_s=1e6))
+        bench = BusyPool(prefill, decode, Aims(mode=mode, held=held, max_wait_s=1e6))
         if not found:
             found.append(_Times(_BASELINE, bench.naive()))
         name = f"submit, {'held' if held else 'immediate'}, {mode.value}"
         found.append(_Times(name, bench.submits(rounds)))
-    slo = _Bench(prefill, decode, Aims(itl_slo_s=0.05, ttft_slo_s=2.5, max_wait_s=1e6))
+    slo = BusyPool(prefill, decode, Aims(itl_slo_s=0.05, ttft_slo_s=2.5, max_wait_s=1e6))
     found.append(_Times("submit, held, auto, with SLOs", slo.submits(rounds)))
-    waiting = _Bench(prefill, decode, Aims(mode=Mode.DISAGGREGATE, max_wait_s=1e6))
+    waiting = BusyPool(prefill, decode, Aims(mode=Mode.DISAGGREGATE, max_wait_s=1e6))
     joining, polling = waiting.with_waiting(1_000, rounds)
     found.append(_Times("submit, 1,000 wait", joining))
     found.append(_Times("poll after a prefill, 1,000 wait", polling))
     return found
 
 
-class _Bench:
+class BusyPool:
     """A pool in the middle of its work, with a clock of its own."""
 
     def __init__(self, prefill: int, decode: int, aims: Aims) -> None:

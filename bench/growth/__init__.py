@@ -1,0 +1,1 @@
+"""How cost grows with what is asked: ``python -m bench.growth``."""
