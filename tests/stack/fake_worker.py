@@ -123,7 +123,8 @@ class FakeWorker:
         app.router.add_route("*", "/{tail:.*}", self._serve)
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.5)
         await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", self.port).start()
+        # As many may wait to be accepted as uvicorn, the engines' server, lets wait.
+        await web.TCPSite(self._runner, "127.0.0.1", self.port, backlog=2048).start()
         return self
 
     async def __aexit__(self, *_: object) -> None:
