@@ -18,7 +18,9 @@ from extproc.http1.connection import Connection, Limits, Reply, Target
 from extproc.http1.errors import BrokenError, ConnectError, HttpError
 
 _FULL_PAUSE_S = 0.005
-"""How long to wait before the next try where the queue of a Unix socket is full; doubled each time."""
+"""How long to wait before the next try where the queue of a Unix socket is full; doubled each time, up to a limit."""
+
+_LONGEST_FULL_PAUSE_S = 0.08
 
 
 class Settings(NamedTuple):
@@ -193,7 +195,7 @@ class Pool:
                     break
                 except BlockingIOError:  # connect(2), EAGAIN: the queue is full; the peer empties it as fast as it can
                     await asyncio.sleep(pause_s)
-                    pause_s *= 2
+                    pause_s = min(pause_s * 2, _LONGEST_FULL_PAUSE_S)
             connection = (await self._loop.create_unix_connection(made, sock=connected))[1]
             unused.pop_all()
             return connection
