@@ -3,8 +3,8 @@
 What nobody has taken is bounded by the stream's window. The window is given back
 
 * for a whole message when it is taken;
-* for a message that is under way as it comes, and, where the message is larger than the window, for all of it at once:
-  one message of up to the limit is always let through.
+* for a message that is under way as it comes, and, where the message is larger than the window, for all of it at once, if
+  less than a window of others waits to be taken.
 
 So a stream holds at most two windows of what nobody took, and one message of the limit.
 """
@@ -152,7 +152,9 @@ class Inbox:
 
     def _let_in(self) -> None:
         """Give the stream the window that it should have, unless that is too little to speak of."""
-        window = max(self._window_bytes - self._unread, 0)
+        window = self._window_bytes - self._unread
+        if window <= 0:
+            return  # what is there is to be taken first
         if self._parts is not None and self._need_bytes > self._window_bytes:
             window += self._need_bytes - self._have_bytes
         if window - self._stream.receive_window >= self._window_bytes // 2:
