@@ -15,6 +15,7 @@ from extproc.observe.log_lines import Line
 from extproc.observe.sighting import Sighting
 from extproc.routing.load import Load
 from extproc.routing.prefix import Chain
+from extproc.routing.queue import First
 
 MOST_HASHES = 4_000
 """Blocks of one prompt, or of one piece of an index, in a message: 32 kB. Of a longer prompt its beginning is told."""
@@ -223,8 +224,8 @@ class Header(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Of this life of the process."""
     settled: bool
     """It knows its workers."""
-    oldest_s: _Seconds | None
-    """When the prompt came that waits longest in its queue; None: nobody waits."""
+    first: First | None
+    """Of its queue; None: nobody waits."""
     open_streams: _Number
     awaited_lines: _Number
     """Lines of the access log that it waits for."""

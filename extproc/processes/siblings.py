@@ -240,7 +240,8 @@ class Siblings(Told):
     def _sum_up(self) -> None:
         """What holds of all of them together."""
         others = self._router.others
-        others.oldest_s = min((each.another.oldest_s for each in self._siblings.values()), default=math.inf)
+        firsts = [each.another.first for each in self._siblings.values()]
+        others.first = min((first for first in firsts if first is not None), default=None)
         others.in_flight.clear()
         for each in self._siblings.values():
             for policy, count in each.another.in_flight.items():
@@ -319,13 +320,12 @@ class Siblings(Told):
         return sent
 
     def _header(self, each: _Sibling) -> facts.Header:
-        oldest_s = self._router.queue.oldest_s
         open_streams, awaited_lines = self.load()
         return facts.Header(
             sender=self.member.index,
             epoch=self.epoch,
             settled=self._settled,
-            oldest_s=None if math.isinf(oldest_s) else oldest_s,
+            first=self._router.queue.first(),
             open_streams=open_streams,
             awaited_lines=awaited_lines,
             claims=len(self._numbers) if each.outbox.complete and not each.retell else None,
@@ -528,7 +528,7 @@ class Siblings(Told):
             each.untold = True
         each.number, each.heard_s, each.settled = batch.number, now_s, header.settled
         each.open_streams, each.awaited_lines = header.open_streams, header.awaited_lines
-        each.another.oldest_s = math.inf if header.oldest_s is None else header.oldest_s
+        each.another.first = header.first
 
     def _apply(self, each: _Sibling, fact: Fact, now_s: float) -> None:
         another, router = each.another, self._router

@@ -8,7 +8,6 @@ have waited longest. See docs/routing.md for what this is worth.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
 from typing import NamedTuple
@@ -42,6 +41,14 @@ class Fit(NamedTuple):
     """From now to its first token where that comes first."""
     ready: bool
     """Whether that worker has room now."""
+
+
+class First(NamedTuple):
+    """The place of a prompt in the order of all queues: the lesser one goes first."""
+
+    band: int
+    late: bool
+    came_s: float
 
 
 class Waiting:
@@ -90,6 +97,8 @@ class PrefillQueue:
         self._bands: dict[int, dict[str, _Line]] = {}
         self._all: dict[Waiting, None] = {}
         """In the order in which they came."""
+        self._order: dict[int, tuple[dict[Waiting, None], dict[Waiting, None]]] = {}
+        """Band -> the same, apart: those that can still meet their deadline, and those that are late."""
         self._limits: list[tuple[float, int, Waiting]] = []
         self._count = 0
         self._work_s = self._aged_work_s = 0.0
@@ -103,11 +112,14 @@ class PrefillQueue:
     def __iter__(self) -> Iterator[Waiting]:
         return iter(self._all)
 
-    @property
-    def oldest_s(self) -> float:
-        """When the one came that has waited longest; infinite where nobody waits."""
-        oldest = next(iter(self._all), None)
-        return math.inf if oldest is None else oldest.came_s
+    def first(self) -> First | None:
+        """Who would go first if all could go to any worker and belonged to one tenant."""
+        if not self._all:
+            return None
+        band = min(self._order)
+        fresh, aged = self._order[band]
+        waiting = next(iter(fresh or aged))
+        return First(band, waiting.late, waiting.came_s)
 
     # -- coming and going --------------------------------------------------------------------------------------------------
 
@@ -124,6 +136,7 @@ class PrefillQueue:
         self.queued_s += work_s
         waiting.line = self._line(waiting.job)
         (waiting.line.aged if waiting.late else waiting.line.fresh)[waiting] = None
+        self._order.setdefault(waiting.job.aims.priority, ({}, {}))[waiting.late][waiting] = None
         self._count += 1
         heappush(self._limits, (min(waiting.limit_s, waiting.job.deadline_s), self._count, waiting))
 
@@ -138,6 +151,11 @@ class PrefillQueue:
         assert line is not None
         line.fresh.pop(waiting, None)
         line.aged.pop(waiting, None)
+        band = waiting.job.aims.priority
+        order = self._order[band]
+        del order[waiting.late][waiting]
+        if not any(order):
+            del self._order[band]
         if not self._all:
             self._bands = {band: lines for band, lines in self._bands.items() if band == 0}  # any number may be a band
         return True
@@ -279,6 +297,9 @@ class PrefillQueue:
         waiting.late = True
         del line.fresh[waiting]
         line.aged[waiting] = None
+        fresh, aged = self._order[waiting.job.aims.priority]
+        del fresh[waiting]
+        aged[waiting] = None
 
     def late(self, now_s: float, weigh: Callable[[Waiting], Fit | None]) -> list[Waiting]:
         """Take out those that are late, and whose policy does not let them wait then."""

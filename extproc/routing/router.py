@@ -28,7 +28,9 @@ _TICK_S = 0.2
 """While prompts wait, the queue is looked at so often, whatever happens: reports grow stale, pauses of workers end."""
 
 _YIELD_S = 0.005
-"""How long a worker with room is left to another router whose prompt has waited longer than ours; then ours goes."""
+"""How long a worker with room is left to another router whose prompt goes before ours; then ours goes."""
+_YIELD_MOST_S = 0.02
+"""The same where others get room meanwhile, again and again."""
 
 _RETRY_AFTER_MAX_S = 60.0
 
@@ -56,8 +58,10 @@ class Router:
         """Who wants to know what happens here."""
         self.others = Others()
         """Routers of the same workers in other processes."""
-        self._ours_from_s: float | None = None
-        """Another router may go first until then."""
+        self._yielding_s = self._ours_from_s = math.inf
+        """Since when another router may go first, and until when."""
+        self._freed_s = -math.inf
+        """When something last ended that was on a worker."""
         self._turn = 0
         self._tickets: dict[Waiting, Ticket] = {}
         self._heads: dict[int, set[Ticket]] = {}
@@ -280,18 +284,22 @@ class Router:
         if due_s is None:
             return None
         wake_s = min(due_s, self._last_poll_s + _TICK_S)
-        return wake_s if self._ours_from_s is None else min(wake_s, self._ours_from_s)
+        return min(wake_s, self._ours_from_s)
 
     def _others_first(self, now_s: float) -> bool:
-        """Whether a worker with room is for a prompt of another router, which has waited longer. Not for long: it may not suit
+        """Whether a worker with room is for a prompt of another router, which goes before ours. Not for long: it may not suit
         that prompt."""
-        if self.others.oldest_s >= self.queue.oldest_s:
-            self._ours_from_s = None
-        elif self._ours_from_s is None:
-            self._ours_from_s = now_s + _YIELD_S
-        elif now_s >= self._ours_from_s:
-            self._ours_from_s = None
-        return self._ours_from_s is not None
+        theirs, ours = self.others.first, self.queue.first()
+        yields = theirs is not None and ours is not None and theirs < ours
+        if yields:
+            self._yielding_s = min(self._yielding_s, now_s)
+            # What ends meanwhile, they have yet to hear of.
+            last_s = max(self._yielding_s, self._freed_s) + _YIELD_S
+            self._ours_from_s = min(last_s, self._yielding_s + _YIELD_MOST_S)
+            yields = now_s < self._ours_from_s
+        if not yields:
+            self._yielding_s = self._ours_from_s = math.inf
+        return yields
 
     def _advance(self, now_s: float) -> None:
         if self._others_first(now_s):
@@ -500,6 +508,7 @@ class Router:
     def give_back(self, claim: Claim, now_s: float) -> None:
         """The end of a claim of another router."""
         _give_back(claim, now_s)
+        self._freed_s = now_s
         self.unsettle()
 
     def unsettle(self) -> None:
@@ -517,6 +526,7 @@ class Router:
         if claim is None or prefill is None or not claim.release(now_s):
             return
         self._settled = False
+        self._freed_s = now_s
         self.told.released(claim)
         if ticket.decode is not None:
             self._learn_decode(ticket, ticket.decode)
@@ -543,6 +553,7 @@ class Router:
         if claim is None or prefill is None or not claim.release(now_s):
             return
         self._settled = False
+        self._freed_s = now_s
         self.told.released(claim)
         if blame:
             health.failed(prefill.prefill, self.settings, now_s)
@@ -644,6 +655,7 @@ class Router:
         """Give back what is left of it, if anything."""
         if claim is not None and claim.leg is not None:
             _give_back(claim, now_s)
+            self._freed_s = now_s
             self.told.released(claim)
 
 

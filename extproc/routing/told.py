@@ -6,13 +6,13 @@ to its own router what the others said, by an :class:`Another` for each of them.
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 from extproc.routing import health
 from extproc.routing.load import Load
 from extproc.routing.pool import Claim, Role
 from extproc.routing.prefix import Chain
+from extproc.routing.queue import First
 
 if TYPE_CHECKING:
     from extproc.routing.router import Router
@@ -76,13 +76,13 @@ class Told:
 class Others:
     """What holds of all other routers together."""
 
-    __slots__ = ("in_flight", "oldest_s")
+    __slots__ = ("first", "in_flight")
 
     def __init__(self) -> None:
         self.in_flight: dict[str, int] = {}
         """Policy with a limit -> open requests."""
-        self.oldest_s = math.inf
-        """When the prompt came that has waited longest in a queue of theirs."""
+        self.first: First | None = None
+        """The prompt that would go first of those in their queues."""
 
 
 class Another:
@@ -96,7 +96,8 @@ class Another:
         self._unconfirmed: set[int] | None = None
         """While it tells all of its claims again: those that it has not told yet."""
         self.in_flight: dict[str, int] = {}
-        self.oldest_s = math.inf
+        self.first: First | None = None
+        """Of its queue."""
 
     @property
     def claims(self) -> int:
@@ -153,7 +154,7 @@ class Another:
         for number in tuple(self._claims):
             self.release(number, now_s)
         self.in_flight.clear()
-        self.oldest_s = math.inf
+        self.first = None
         return count
 
     def judged(self, role: Role, address: str, *, ok: bool, now_s: float) -> None:

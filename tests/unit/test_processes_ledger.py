@@ -511,7 +511,7 @@ async def test_a_number_that_makes_no_sense_changes_nothing(field: str, value: A
 
 async def test_a_batch_of_a_process_that_there_is_not_is_left() -> None:
     async with Family() as family:
-        header = facts.Header(sender=5, epoch="e", settled=True, oldest_s=None, open_streams=0, awaited_lines=0, claims=None)
+        header = facts.Header(sender=5, epoch="e", settled=True, first=None, open_streams=0, awaited_lines=0, claims=None)
         family[0].siblings.receive(facts.batch(header, 1, []))
         assert family[0].messages("malformed") == 1
 

@@ -267,7 +267,7 @@ def test_whoever_gives_the_router_more_to_know_meets_this_test() -> None:
         *("pool", "settings", "index", "costs", "picker", "queue", "predicted_tokens", "reported_tokens", "_turn", "_tickets"),
         *("_heads", "_in_flight", "_impatient", "_changed", "_last_poll_s", "_settled", "scales"),
         # Claims of others are in the ledger, their open requests in those of the snapshot; what is left is milliseconds.
-        *("told", "others", "_ours_from_s"),
+        *("told", "others", "_yielding_s", "_ours_from_s", "_freed_s"),
     }
     assert set(vars(router.picker)) <= {
         *("_pool", "_costs", "_settings", "_random", "_groups", "_version", "_sessions", "panics"),
@@ -278,7 +278,7 @@ def test_whoever_gives_the_router_more_to_know_meets_this_test() -> None:
         "_sources",
     }
     assert set(vars(PrefillQueue(Routing()))) <= {
-        *("_settings", "_bands", "_all", "_limits", "_count", "_work_s", "_aged_work_s", "bytes", "queued_s"),
+        *("_settings", "_bands", "_all", "_order", "_limits", "_count", "_work_s", "_aged_work_s", "bytes", "queued_s"),
     }
 
 
