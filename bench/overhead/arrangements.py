@@ -174,7 +174,7 @@ class Site:
         self._say(f"starting {name}")
         try:
             yield
-        except (PartError, MissingPeerError, ConfigError) as error:
+        except (PartError, MissingPeerError, ConfigError, msgspec.ValidationError) as error:
             self.failures.append(f"{name}: {error}")
 
     def _fronted(self, routers: dict[str, tuple[Child, int]]) -> dict[str, Way]:

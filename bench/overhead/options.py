@@ -17,7 +17,8 @@ BODIES_KB = (4, 32, 128, 512)
 CONNECTIONS = (1, 16, 64)
 STREAMS = (20, 100, 150, 300)
 _QUICK_NAMES = ("baton-grpc", "baton-lean", "envoy+smg")
-_DEFAULT_NAMES = tuple(name for name in ARRANGEMENTS if name not in ("baton-grpc-loop", "baton-grpc-whole"))
+_ON_REQUEST = ("baton-grpc-loop", "baton-grpc-whole", "baton-grpc-duplex", "baton-lean-duplex")
+_DEFAULT_NAMES = tuple(name for name in ARRANGEMENTS if name not in _ON_REQUEST)
 _DEAR_BODIES_KB = (4, 128)
 _DEAR_CONNECTIONS = (1, 16)
 _STREAM_BODY_KB = 4
@@ -78,8 +79,8 @@ class Options:
     def stream_spots(self, name: str) -> list[StreamSpot]:
         """The cells of one arrangement, streamed."""
         each = ARRANGEMENTS[name]
-        # A prefill call is no matter of tokens; the aggregated one would be measured twice.
-        if each.loop or each.whole or each.dear:
+        # How a request gets to its worker is no matter of tokens.
+        if each.loop or each.whole or each.duplex or each.dear:
             return []
         found = []
         # Of two transports, the one that is not judged is measured where the bar is.

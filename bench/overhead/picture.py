@@ -33,7 +33,7 @@ def panels(results: Results) -> list[Panel]:
     for spot in (Spot(4, 16), Spot(128, 16)):
         cells = [cell for cell in results.cells if cell.spot == spot]
         found += [
-            Panel(f"requests a second, {spot}", "", [(cell.name, cell.per_s) for cell in cells]),
+            Panel(f"requests a second, {spot}", "", [(cell.name, cell.per_s) for cell in cells if cell.name != "direct"]),
             Panel(f"CPU of a request, {spot}", "µs", [(cell.name, cell.between_cpu_s * 1e6) for cell in cells]),
         ]
     streamed = [cell for cell in results.stream_cells if cell.spot != WHOLE and cell.spot.streams == _STREAMS]

@@ -68,23 +68,15 @@ def _requests(spot: Spot, cells: Sequence[Cell]) -> Table:
 
 
 def _ratios(name: str, cells: Sequence[Cell]) -> Table:
-    peers = (ENVOY_SMG, SMG, ENVOY_VLLM_ROUTER)
-    heads = [f"{what}: {peer}" for peer in peers for what in ("req/s", "p50", "CPU")]
-    table = _table(f"{name} over a peer", heads)
+    table = _table(f"{name} over a peer", ("peer", "req/s", "p50", "p99", "CPU"))
     by_key = {(cell.name, cell.spot): cell for cell in cells}
-    for spot in sorted({cell.spot for cell in cells}):
-        own = by_key.get((name, spot))
-        if own is None:
-            continue
-        row: list[str] = []
-        for peer in peers:
-            other = by_key.get((peer, spot))
-            if other is None:
-                row += ["", "", ""]
-            else:
-                pairs = ((own.per_s, other.per_s), (own.p50_s, other.p50_s), (own.between_cpu_s, other.between_cpu_s))
-                row += [f"{ratio(*pair):.2f}" for pair in pairs]
-        table.add_row(str(spot), *row)
+    for spot in sorted({cell.spot for cell in cells if cell.name == name}):
+        own = by_key[name, spot]
+        for peer in (ENVOY_SMG, SMG, ENVOY_VLLM_ROUTER):
+            if (other := by_key.get((peer, spot))) is not None:
+                pairs = ((own.per_s, other.per_s), (own.p50_s, other.p50_s), (own.p99_s, other.p99_s))
+                cpu = ratio(own.between_cpu_s, other.between_cpu_s)
+                table.add_row(str(spot), peer, *(f"{ratio(*pair):.2f}" for pair in pairs), f"{cpu:.2f}")
     return table
 
 
