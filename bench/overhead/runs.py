@@ -26,7 +26,7 @@ _IDLE_S = 3.0
 _WRK_START_S = 0.15
 _CLIENT_START_S = 0.6
 _WARM_UP = StreamSpot(4, 4, 8)
-_START_TIMEOUT_S = 20.0
+_START_TIMEOUT_S = 60.0
 
 
 class Run:

@@ -15,7 +15,7 @@ from workers.process import Child
 from workers.ready import free_ports, wait_ready
 
 _HOST = "127.0.0.1"
-_START_TIMEOUT_S = 20.0
+_START_TIMEOUT_S = 60.0
 _PAGE = Path(__file__).parents[2] / "tests" / "cases" / "metrics" / "vllm-0.32.txt"
 METRICS_ANSWER = _PAGE.read_text(encoding="utf-8")
 MODELS_ANSWER = json.dumps(
