@@ -17,6 +17,7 @@ from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 
 from extproc import wire
 from extproc.attempts import leg_id
+from extproc.chains import KnownChains
 from extproc.config import Config, Workers
 from extproc.dispatcher import Dispatcher
 from extproc.filter import Filter
@@ -134,6 +135,7 @@ class World:
         self._connector = connector(config.handoff)
         self._observer = Observer(config, self._metrics, self._log)
         self._recent = Recent()
+        self._chains = KnownChains()
         self._engines = Engines(self._metrics)
 
         def dispatcher(pool: Pool) -> Dispatcher:
@@ -199,7 +201,9 @@ class World:
         request = measure("body: JSON", lambda: parse(body, Treatment.CHAT))
         prompt = measure(
             "body: prompt, block hashes",
-            lambda: read_prompt(request, PromptSettings(), model=_MODEL, bytes_per_token=DEFAULT_BYTES_PER_TOKEN),
+            lambda: read_prompt(
+                request, PromptSettings(), model=_MODEL, bytes_per_token=DEFAULT_BYTES_PER_TOKEN, known=self._chains
+            ),
         )
         # The chain is made once in a request: what it takes here is in the line above.
         self._intake._prompt = lambda _request, _model: prompt  # type: ignore[method-assign]

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import msgspec
 
+from extproc.chains import KnownChains
 from extproc.config import Config
 from extproc.handoff.choose import connector
 from extproc.inference import InferenceRequest
@@ -56,6 +57,7 @@ class Intake:
         self._prompts = PromptSettings(block_tokens=block_tokens or config.routing.block_tokens)
         self._apis = connector(config.handoff).apis
         self._bytes_per_token = bytes_per_token
+        self._chains = KnownChains()
 
     def read(
         self,
@@ -110,4 +112,5 @@ class Intake:
         )
 
     def _prompt(self, request: InferenceRequest, model: str) -> Prompt:
-        return read_prompt(request, self._prompts, model=model, bytes_per_token=self._bytes_per_token.of(model))
+        size = self._bytes_per_token.of(model)
+        return read_prompt(request, self._prompts, model=model, bytes_per_token=size, known=self._chains)

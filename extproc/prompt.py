@@ -12,10 +12,12 @@ from __future__ import annotations
 import re
 from array import array
 from collections import OrderedDict
+from collections.abc import Callable
 
 import msgspec
 import xxhash
 
+from extproc.chains import KnownChains
 from extproc.find import holds
 from extproc.inference import Fields, InferenceRequest
 from extproc.paths import Treatment
@@ -105,11 +107,12 @@ def read_prompt(
     *,
     model: str,
     bytes_per_token: float = DEFAULT_BYTES_PER_TOKEN,
+    known: KnownChains | None = None,
 ) -> Prompt:
     """The prompt of ``request``. Never raises for what a client sent.
 
     ``model`` is the name that the engine gets, after aliases: the adapter's, where there is one. ``bytes_per_token`` is what
-    is known of that model's texts.
+    is known of that model's texts. ``known``: chains of earlier prompts, which save time and change nothing.
     """
     seed = _seed(request, model)
     if request.treatment is Treatment.COMPLETIONS:
@@ -125,7 +128,8 @@ def read_prompt(
         text = _after(_value(request.fields, "system"), request.fields, _value(request.fields, "messages"))
     else:
         text = b""
-    return _of_text(text, request.body, seed, settings, bytes_per_token)
+    make = chain_of if known is None else known.chain_of
+    return _of_text(text, request.body, seed, settings, bytes_per_token, make)
 
 
 class BytesPerToken:
@@ -273,7 +277,14 @@ def _of_token_ids(value: Text, seed: bytes, settings: PromptSettings) -> Prompt:
     )
 
 
-def _of_text(text: Text, body: bytes, seed: bytes, settings: PromptSettings, bytes_per_token: float) -> Prompt:
+def _of_text(
+    text: Text,
+    body: bytes,
+    seed: bytes,
+    settings: PromptSettings,
+    bytes_per_token: float,
+    make: Callable[[Text, bytes, int, float], Chain],
+) -> Prompt:
     """``body`` is what ``text`` is from: what is not in the one is not in the other, and it can be searched without a copy."""
     sent_bytes = len(text)
     media = 0
@@ -283,7 +294,7 @@ def _of_text(text: Text, body: bytes, seed: bytes, settings: PromptSettings, byt
         text, media = _MEDIA.subn(lambda found: _stand_in(found[0], settings.image_tokens), bytes(text))
     block_bytes = settings.block_tokens * _BLOCK_BYTES_PER_TOKEN
     return Prompt(
-        chain=chain_of(text[: settings.max_tokens * _BLOCK_BYTES_PER_TOKEN], seed, block_bytes, block_bytes / bytes_per_token),
+        chain=make(text[: settings.max_tokens * _BLOCK_BYTES_PER_TOKEN], seed, block_bytes, block_bytes / bytes_per_token),
         tokens=round(len(text) / bytes_per_token),
         exact=False,
         size_bytes=sent_bytes,

@@ -118,7 +118,8 @@ def _line(entry: Any) -> Line:
     usage = metadata[USAGE_NAMESPACE].fields if USAGE_NAMESPACE in metadata else {}
     status = response.response_code.value
     details = response.response_code_details
-    found = [row for row in _FLAGS if getattr(common.response_flags, row[0])]
+    flags = common.response_flags if common.HasField("response_flags") else None  # mostly nothing went wrong
+    found = [row for row in _FLAGS if getattr(flags, row[0])] if flags is not None else []
     return Line(
         key=tags.pop(ID_KEY, ""),
         request_id=request.request_id[:_ID_CHARS],  # a client may have chosen it

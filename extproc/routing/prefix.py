@@ -35,11 +35,14 @@ def chain_of(data: bytes | memoryview, seed: bytes, block_bytes: int, block_toke
     """
     if block_bytes < 1:
         raise ValueError(f"block_bytes must be at least 1, not {block_bytes}")
+    return Chain(hashes_of(data, xxhash.xxh3_64_intdigest(seed), block_bytes), block_tokens)
+
+
+def hashes_of(data: bytes | memoryview, before: int, block_bytes: int) -> array[int]:
+    """The hashes of the full blocks of ``data``; ``before`` is that of the block which stands before it, or of the seed."""
     digest = xxhash.xxh3_64_intdigest
-    before = digest(seed)
     starts = range(0, len(data) - block_bytes + 1, block_bytes)
-    hashes = [before := digest(data[start : start + block_bytes], before) for start in starts]
-    return Chain(array("Q", hashes), block_tokens)
+    return array("Q", [before := digest(data[start : start + block_bytes], before) for start in starts])
 
 
 class _Run:
