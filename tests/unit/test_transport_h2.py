@@ -114,6 +114,8 @@ def test_a_conversation_that_h2_finds_no_fault_with(plan: list[tuple[str, int, i
             client.increment_flow_control_window(amount + 1)
         pair.pump()
     client.increment_flow_control_window(1 << 24)
+    for number in set(pair.to_client) - pair.gone - pair.ended_at_client:
+        client.increment_flow_control_window(1 << 24, number)
     pair.pump()
     for number, sent in pair.to_client.items():
         if number not in pair.gone:
