@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import cast
 
+import httptools
+
 _WORDS = ("river", "bridge", "seven", "old", "ships", "carry", "barrels", "of", "salt", "along", "the", "coast", "at", "night")
 _CONNECTING = 256
 """At once: more would only wait in the kernel's queue."""
@@ -28,22 +30,32 @@ def request(size_bytes: int, draw: random.Random, *, start: str = "") -> bytes:
 
 
 class _Client(asyncio.Protocol):
+    """Leaves when it has the whole answer."""
+
     def __init__(self, data: bytes, done: asyncio.Future[str]) -> None:
         self._data, self._done = data, done
-        self._start = b""
+        self._transport: asyncio.Transport | None = None
+        self._parser = httptools.HttpResponseParser(self)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        cast("asyncio.Transport", transport).write(self._data)
+        self._transport = cast("asyncio.Transport", transport)
+        self._transport.write(self._data)
         self._data = b""
 
     def data_received(self, data: bytes) -> None:
-        if len(self._start) < 16:
-            self._start += data[:16]
+        self._parser.feed_data(data)
+
+    def on_message_complete(self) -> None:
+        self._end(str(self._parser.get_status_code()))
+        assert self._transport is not None
+        self._transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._end(BROKEN if exc is None else f"{BROKEN} ({type(exc).__name__})")
+
+    def _end(self, status: str) -> None:
         if not self._done.done():
-            parts = self._start.split(b" ", 2)
-            self._done.set_result(parts[1].decode() if len(parts) == 3 and exc is None else BROKEN)
+            self._done.set_result(status)
 
 
 class Clients:
@@ -54,13 +66,13 @@ class Clients:
         self._connecting = asyncio.Semaphore(_CONNECTING)
 
     async def ask(self, data: bytes) -> str:
-        """One request; the status of its answer, or :data:`BROKEN`."""
+        """One request; the status of its answer, or what became of the connection."""
         done = asyncio.get_running_loop().create_future()
         async with self._connecting:
             try:
                 await asyncio.get_running_loop().create_connection(lambda: _Client(data, done), "127.0.0.1", self._port)
-            except OSError:
-                return BROKEN
+            except OSError as error:
+                return f"not connected ({type(error).__name__})"
         return str(await done)
 
     async def one_by_one(self, make: Callable[[], bytes], times: int) -> list[float]:

