@@ -21,7 +21,9 @@ from tests.unit.test_replicas import STEP_TOKENS, TOKENS, TTFT_SLO_S, _Cluster, 
 
 DELAY_S = 0.001
 """From a decision to when the other process knows it."""
-SECONDS = 100.0
+SECONDS = 60.0
+
+pytestmark = pytest.mark.timeout(400)  # a minute of CPU, which may take long where others want it too
 
 
 class _Processes(_Cluster):
@@ -138,7 +140,8 @@ def runs() -> dict[str, _Processes]:
         found = {}
         for load in (0.9, 1.1):
             found[f"one {load}"] = await _run(1, load, share=False)
-            found[f"blind {load}"] = await _run(2, load, share=False)
+            if load < 1:
+                found[f"blind {load}"] = await _run(2, load, share=False)
             found[f"shared {load}"] = await _run(2, load, share=True)
         return found
 
@@ -164,10 +167,11 @@ def test_they_serve_like_one(runs: dict[str, _Processes]) -> None:
 def test_a_window_is_filled_over_rarely_and_by_one_prompt_at_most(runs: dict[str, _Processes]) -> None:
     for load in (0.9, 1.1):
         assert runs[f"one {load}"].over == [], "one process never does that"
-        shared, blind = runs[f"shared {load}"], runs[f"blind {load}"]
+        shared = runs[f"shared {load}"]
         assert len(shared.over) <= 0.02 * shared.placed
         assert max(shared.over, default=0) <= max(TOKENS)
-        assert len(blind.over) > 5 * len(shared.over), "without a word between them it is the rule"
+    blind = runs["blind 0.9"]
+    assert len(blind.over) >= 0.05 * blind.placed, "without a word between them it is the rule"
 
 
 def test_no_process_starves_the_other(runs: dict[str, _Processes]) -> None:
@@ -178,8 +182,8 @@ def test_no_process_starves_the_other(runs: dict[str, _Processes]) -> None:
         for router in shared.routers:
             own = [request for request in shared.done if request.router is router]
             in_time.append(sum(each.first_token_s - each.came_s <= TTFT_SLO_S for each in own) / len(own))
-            assert shared.ttft_s(0.99, router) <= 1.2 * one.ttft_s(0.99)
-        assert min(in_time) >= 0.85 * max(in_time)
+            assert shared.ttft_s(0.95, router) <= 1.2 * one.ttft_s(0.95)
+        assert min(in_time) >= 0.95 * max(in_time)
 
 
 def test_one_that_gets_nearly_all_requests_does_not_starve_the_other() -> None:
