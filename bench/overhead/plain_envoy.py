@@ -10,6 +10,8 @@ _TYPE = "type.googleapis.com/"
 _BUFFER_BYTES = 1 << 20
 """Of a connection; the same as in Baton's configuration, so that neither has an advantage with large bodies."""
 _BODY_BYTES = 4 << 20
+_IDLE = "900s"
+"""A timer that each piece of a stream sets anew, as it does in Baton's configuration and in Envoy's own default."""
 _ANSWER_BYTES = 1 << 20
 _LIMITS = ("max_connections", "max_pending_requests", "max_requests")
 
@@ -71,7 +73,7 @@ def _listener(port: int, name: str, routes: list[dict[str, Any]], *before: dict[
         "envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager",
         stat_prefix=name,
         use_remote_address=True,
-        stream_idle_timeout="0s",
+        stream_idle_timeout=_IDLE,
         route_config={
             "max_direct_response_body_size_bytes": _ANSWER_BYTES,
             "virtual_hosts": [{"name": name, "domains": ["*"], "routes": routes}],
