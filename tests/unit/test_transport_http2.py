@@ -457,6 +457,38 @@ def test_4_3_an_answer_with_headers_larger_than_a_frame_is_continued() -> None:
     assert b"".join(each.payload for each in sent) == b"\x20" + block
 
 
+LITERAL = b"\x40\x01k\x01v"
+"""A header that goes into the table."""
+
+
+def closed_by_us(server: Server) -> None:
+    server.take(OPEN)
+    server.connection.reset(server.opened_streams[1], errors.CANCEL)
+
+
+def shut_down(server: Server) -> None:
+    server.take(OPEN)
+    server.connection.finish()
+
+
+UNHEARD = {
+    "refused": (None, 1, REQUEST_BLOCK),
+    "malformed": (None, 1, b""),
+    "of a stream that we reset": (closed_by_us, 1, b""),
+    "after the end of a shutdown": (shut_down, 3, REQUEST_BLOCK),
+}
+
+
+@pytest.mark.parametrize("case", UNHEARD)
+def test_4_3_headers_that_nobody_hears_change_the_table_all_the_same(case: str) -> None:
+    before, stream, block = UNHEARD[case]
+    server = greeted(refuses=case == "refused")
+    if before is not None:
+        before(server)
+    server.take(frame(HEADERS, END_HEADERS | END_STREAM, stream, block + LITERAL))
+    assert server.connection._decoder.decode(b"\xbe") == [(b"k", b"v")]
+
+
 # -- 5.2 and 6.9 flow control -------------------------------------------------------------------------------------------------
 
 
@@ -499,6 +531,17 @@ def test_6_9_1_the_connection_window_is_shared_in_turn() -> None:
     sent = server.take(window_update(0, 40_000))
     assert [(each.stream, len(each.payload)) for each in sent] == [(1, 16_384), (3, 16_384), (1, 7_232)]
     assert len(payload(server.take(window_update(0, 1 << 20)))) == 120_000 - 65_535 - 40_000
+
+
+def test_a_stream_that_waits_in_line_and_is_reset_leaves_the_line() -> None:
+    server = Server()
+    server.greet({frames.INITIAL_WINDOW_SIZE: 1 << 20})
+    server.take(headers(1) + headers(3))
+    for stream in (1, 3):
+        server.connection.sender.data(server.opened_streams[stream], b"", b"x" * 70_000)
+    server.take(rst_stream(1, 8))
+    assert list(server.connection.sender._waiting) == [server.opened_streams[3]]
+    assert {each.stream for each in server.take(window_update(0, 1 << 20))} == {3}
 
 
 def test_6_9_1_trailers_wait_behind_the_data() -> None:
@@ -553,7 +596,6 @@ def test_6_9_1_padding_is_given_back() -> None:
     for _ in range(100):
         sent = server.take(frame(DATA, PADDED, 1, b"\xff" + b"x" + bytes(255)))
         assert stream_error(sent) is None
-        server.connection.grant(server.opened_streams[1], 1_000)
     assert server.told(1) == [("data", b"x" * 100)]
 
 

@@ -624,7 +624,7 @@ def test_stop_waits_for_a_handler_whose_peer_is_gone(run: Runner, tmp_path: Path
         client.call()
         await until(lambda: bool(served.calls))
         await client.close()
-        stop = asyncio.create_task(served.server.stop(20))
+        stop = asyncio.create_task(served.server.stop(1_000))
         await asyncio.sleep(0.02)
         assert not stop.done()
         gate.set()
@@ -734,7 +734,7 @@ def test_what_a_call_leaves_behind_needs_no_garbage_collector(run: Runner, tmp_p
             try:
                 for _ in range(20):
                     await client.answer(client.call(b"a", end=True))
-                    client.reset(client.call(b"b"))
+                    client.reset(client.call(b"b", more=((b"grpc-timeout", b"1H"),)))
                 await until(lambda: len(served.calls) == 40 and served.idle)
                 served.calls.clear()
                 await until(lambda: not any(isinstance(each, LeanCall | Stream) for each in gc.get_objects()))

@@ -97,7 +97,7 @@ class Sender:
         stream.send_window += by_bytes
         if stream.send_window > frames.MAX_WINDOW_BYTES:
             raise StreamFault(FLOW_CONTROL_ERROR, "the stream's window is too large")
-        if stream.queue is None or stream in self._waiting:
+        if stream.queue is None:
             return False
         while self._can_send(stream):
             self._send_frame(stream)
