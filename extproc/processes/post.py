@@ -12,8 +12,6 @@ from pathlib import Path
 from extproc.processes.member import Member
 
 _LARGEST_BYTES = 256 << 10
-_AT_A_TIME = 64
-"""Datagrams read before others get their turn."""
 
 
 class Sent(Enum):
@@ -70,9 +68,6 @@ class Post:
 
     @staticmethod
     def _read(made: socket.socket, receive: Callable[[bytes], None]) -> None:
-        for _ in range(_AT_A_TIME):
-            try:
-                data = made.recv(_LARGEST_BYTES)
-            except BlockingIOError:
-                return
-            receive(data)
+        # One at a time: mostly there is no more, and to find that out costs as much as to be called again.
+        with contextlib.suppress(BlockingIOError):
+            receive(made.recv(_LARGEST_BYTES))

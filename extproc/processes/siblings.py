@@ -33,6 +33,10 @@ SILENCE_S = 2.0
 """A sibling that was not heard for so long has no share in the ledger."""
 _GATHER_S = 0.001
 """Shortest time between two datagrams to one sibling."""
+_LATER_S = 0.01
+"""How long what nobody waits for may wait for company: a datagram costs more than what is in it."""
+_START_S = 5.0
+"""So long a process that has just started takes it that one before it, unheard so far, is starting too."""
 _FULL_S = 0.002
 """Until the next attempt after a sibling had not read the last ones."""
 _ASK_AGAIN_S = 0.5
@@ -109,6 +113,7 @@ class Siblings(Told):
         self._started_s = clock()
         self._led: bool | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_s = math.inf
         self._joined = asyncio.Event()
         self.on_lead: Callable[[], None] = lambda: None
         """Called when this process becomes the leader."""
@@ -181,13 +186,13 @@ class Siblings(Told):
 
     def leads(self) -> bool:
         """Whether this process does what only one of them may: the lowest one that knows its workers."""
-        if self._settled:
-            return all(each.index > self.member.index for each in self._alive() if each.settled)
-        if any(each.settled for each in self._alive()):
+        if not self._settled and any(each.settled for each in self._alive()):
             return False
-        starting = self._clock() - self._started_s < SILENCE_S
-        there = [each for each in self._siblings.values() if each.epoch is not None or (starting and each.heard_s < 0)]
-        return all(each.index > self.member.index for each in there)
+        first = self.member.index
+        if self._clock() - self._started_s < _START_S:
+            there = [each for each in self._siblings.values() if each.epoch is not None or each.heard_s < 0]
+            return all(each.index > first for each in there)
+        return all(each.index > first for each in self._alive() if each.settled or not self._settled)
 
     def at_rest(self) -> bool:
         """Whether no sibling has an open request."""
@@ -249,8 +254,8 @@ class Siblings(Told):
 
     # -- telling -----------------------------------------------------------------------------------------------------------
 
-    def _tell(self, fact: Fact) -> None:
-        """To all that are there, with whatever else happens in this turn of the loop."""
+    def _tell(self, fact: Fact, *, soon: bool = False) -> None:
+        """To all that are there. ``soon``: a decision of theirs may hang on it."""
         encoded: msgspec.Raw | None = None
         for each in self._siblings.values():
             if each.epoch is not None and not each.retell:
@@ -258,7 +263,7 @@ class Siblings(Told):
                     encoded = facts.encode(fact)
                 self._add(each, encoded)
         if encoded is not None:
-            self._soon()
+            self._soon(0.0 if soon else _LATER_S)
 
     def _tell_one(self, each: _Sibling, fact: Fact) -> None:
         self._add(each, facts.encode(fact))
@@ -271,11 +276,17 @@ class Siblings(Told):
             self._log.warning("sibling_does_not_read", sibling=each.index)
 
     def _soon(self, at_least_s: float = 0.0) -> None:
-        if self._timer is None:
-            last_s = max(each.sent_s for each in self._siblings.values())
-            delay_s = max(at_least_s, last_s + _GATHER_S - self._clock())
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(delay_s, self._on_timer) if delay_s > 0 else loop.call_later(0, self._on_timer)
+        if self._timer is not None and at_least_s >= _LATER_S:
+            return  # it is under way, or goes along with what is
+        now_s = self._clock()
+        last_s = max([each.sent_s for each in self._siblings.values()])
+        due_s = max(now_s + at_least_s, last_s + _GATHER_S)
+        if self._timer is not None:
+            if self._timer_s <= due_s:
+                return
+            self._timer.cancel()
+        self._timer_s = due_s
+        self._timer = asyncio.get_running_loop().call_later(due_s - now_s, self._on_timer)
 
     def _on_timer(self) -> None:
         self._timer = None
@@ -383,7 +394,7 @@ class Siblings(Told):
         self._next += 1
         self._numbers[claim] = self._next
         self._roles[self._next] = claim, role, address
-        self._tell(self._claimed(self._next))
+        self._tell(self._claimed(self._next), soon=True)
 
     def _claimed(self, number: int) -> Fact:
         claim, role, address = self._roles[number]
@@ -402,7 +413,7 @@ class Siblings(Told):
         number = self._numbers.pop(claim, None)
         if number is not None:
             del self._roles[number]
-            self._tell(facts.Released(number))
+            self._tell(facts.Released(number), soon=self._router.others.first is not None)
 
     def occupied(self, address: str, work_s: float) -> None:
         """A decode worker computes a prompt by itself."""
@@ -509,6 +520,8 @@ class Siblings(Told):
         if each.untold or (told is not None and told != each.another.claims):
             self._ask(each)
         self._sum_up()
+        if self._router.others.first is not None and self._timer is not None:
+            self._soon()  # they wait for what may be in it
         self._dispatcher.stir()
         self._look()
 

@@ -443,6 +443,7 @@ async def test_the_lowest_process_that_knows_its_workers_leads() -> None:
         family.wait(0.5)
         assert [one.siblings.leads() for one in family.all[1:]] == [True, False]
         assert led == [1]
+        family.wait(siblings._START_S)
         family.all[0] = await family.start(0, restarts=1)
         family.settle()
         assert [one.siblings.leads() for one in family.all] == [False, True, False], "one that has just begun knows nothing"
@@ -455,7 +456,7 @@ async def test_alone_from_the_start_the_first_one_leads_at_once_and_the_second_w
     family = Family()
     second = await family.start(1)
     assert not second.siblings.leads()
-    family.now_s += siblings.SILENCE_S + 0.1
+    family.now_s += siblings._START_S + 0.1
     assert second.siblings.leads(), "there is no first one"
     first = await family.start(0)
     assert first.siblings.leads()
