@@ -2,7 +2,7 @@
 
 More requests that wait, more endpoints, longer prompts, a larger prefix index, a burst. For every cost and every step from one
 size to the next, the exponent is computed: 1 is in step with the input, 0 not at all. Exit status 1 if one is above its limit
-(1.2 for what may grow with its input, 0.35 for what should stay as it is), or if a request was answered with an error other
+(1.25 for what may grow with its input, 0.35 for what should stay as it is), or if a request was answered with an error other
 than 429. What the processes use is their processor time; of several rounds, the least counts.
 """
 

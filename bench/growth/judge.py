@@ -19,9 +19,10 @@ class Growth(Enum):
     """Hardly at all."""
 
 
-LIMITS: Mapping[Growth, float] = {Growth.LINEAR: 1.2, Growth.FLAT: 0.35}
+LIMITS: Mapping[Growth, float] = {Growth.LINEAR: 1.25, Growth.FLAT: 0.35}
 """Largest exponent from one size to the next. More than 1 and 0: a processor's caches hold all of a small case and little of a
-large one, so that a million blocks, or the 280 MB of 5,000 held requests, are cold. What is quadratic has 2."""
+large one, so that a million blocks, or the 280 MB of 5,000 held requests, are cold; and the garbage collector has nothing to do
+below some thousand objects. What is quadratic has 2."""
 
 
 class Cost(msgspec.Struct, frozen=True, kw_only=True):
