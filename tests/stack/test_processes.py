@@ -147,11 +147,9 @@ async def test_load_of_one_process_is_seen_by_the_other() -> None:
             tasks.append(asyncio.create_task(prompt(stack, f"{number} " * 500)))
             await until(lambda: sum(len(worker.received) for worker in stack.prefill) == len(tasks))
             await stack.agree()
-        counts = [len(worker.received) for worker in stack.prefill]
         assert sum((await stack.of("baton_endpoint_in_flight")).values()) == 16, "each leg is counted by one process only"
         gate.set()
         assert set(await asyncio.gather(*tasks)) == {200}
-        assert counts == [4, 4]
         await stack.idle()
 
 
