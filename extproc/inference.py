@@ -93,6 +93,12 @@ class _StreamOptions(msgspec.Struct, frozen=True):
 
 _USAGE_WANTED = _StreamOptions(include_usage=True)
 
+# Made once: to make one takes longer than what it then decodes.
+_stream_options_decoder = msgspec.json.Decoder(_StreamOptions | None)
+_text_decoder = msgspec.json.Decoder(str)
+_number_decoder = msgspec.json.Decoder(int)
+_numbers_decoder = msgspec.json.Decoder(list[int])
+
 
 class InferenceRequest(msgspec.Struct, frozen=True):
     """A client's request, without what a client may not send."""
@@ -154,7 +160,7 @@ class InferenceRequest(msgspec.Struct, frozen=True):
         """The model's name. Raises ApiError (400) if there is none."""
         value = self.fields.get("model")
         try:
-            name = msgspec.json.decode(value, type=str) if value is not None else ""
+            name = _text_decoder.decode(value) if value is not None else ""
         except msgspec.DecodeError:
             raise ApiError("model_missing", "model must be a string", param="model") from None
         if not name:
@@ -181,7 +187,7 @@ class InferenceRequest(msgspec.Struct, frozen=True):
         for name in LEGS[self.treatment].caps:
             if self._given(name):
                 try:
-                    return max(1, msgspec.json.decode(self.fields[name], type=int))
+                    return max(1, _number_decoder.decode(self.fields[name]))
                 except msgspec.DecodeError:
                     return None
         return None
@@ -197,7 +203,7 @@ class InferenceRequest(msgspec.Struct, frozen=True):
         if self.treatment not in _TOKEN_IDS_BACK:
             return True  # the other APIs always say it
         try:
-            return msgspec.json.decode(self.fields.get("stream_options", _NULL), type=_StreamOptions | None) == _USAGE_WANTED
+            return _stream_options_decoder.decode(self.fields.get("stream_options", _NULL)) == _USAGE_WANTED
         except msgspec.MsgspecError:
             return False
 
@@ -236,7 +242,7 @@ def _list_of_prompts(value: memoryview) -> bool:
     if first != b"[":
         return first != b'"'
     try:
-        msgspec.json.decode(value, type=list[int])
+        _numbers_decoder.decode(value)
     except msgspec.DecodeError:
         return True
     return False
@@ -246,10 +252,13 @@ class _Tool(msgspec.Struct, frozen=True):
     type: str = ""
 
 
+_tools_decoder = msgspec.json.Decoder(list[_Tool] | None)
+
+
 def _server_tools(value: memoryview) -> bool:
     """Anything but functions that the client runs: the engine would then loop, each turn with the same handoff."""
     try:
-        return any(tool.type != "function" for tool in msgspec.json.decode(value, type=list[_Tool] | None) or ())
+        return any(tool.type != "function" for tool in _tools_decoder.decode(value) or ())
     except msgspec.DecodeError:
         return True
 
