@@ -18,10 +18,13 @@ gone takes its claims with it, at once where the kernel says so (its socket is c
 
 **What is exact, what is not.** A process knows of a sibling's decision about a millisecond later. Two that decide within it
 may both fill the last room of a worker: a prefill worker can have one prompt more than its window for each other process. The
-queue of prompts that wait for a worker is each process's own. Where a worker gets room, the process whose prompt has waited
-longest goes first, and the others leave it that for 5 ms; shares of tenants and priorities hold within a process only. Limits
-(``limits``, ``queue_requests``, ``queue_bytes``, ``prefill.max_concurrent``) are those of one process; ``max_in_flight`` of a
-policy holds for all.
+queue of prompts that wait for a worker is each process's own. Where a worker gets room, it is for the prompt that would be
+first in one queue of all (band, still in time, time of coming), and the other processes leave it that for 5 ms; shares of
+tenants hold within a process only. Limits (``limits``, ``queue_requests``, ``queue_bytes``, ``prefill.max_concurrent``) are
+those of one process; ``max_in_flight`` of a policy holds for all. How many bytes a token has, each process learns by itself.
+
+**When.** A claim goes out at once, other facts within 10 ms or with the next claim, or at once while a sibling has a prompt
+that waits: a datagram costs more than what is in it.
 
 **The leader** is the lowest process that knows its workers. It writes Envoy's endpoint files, makes first handoffs and
 scrapes the workers: N times the load on every worker would buy nothing, and their counters would be counted N times. Every
