@@ -97,6 +97,7 @@ class Link(asyncio.Protocol):
         if connection.sender.out or connection.closed:
             if connection.fault is not None:
                 self._server.report(f"{self.peer} broke HTTP/2: {connection.fault}", None)
+                connection.fault = None
             self._write()
 
     def pause_writing(self) -> None:
