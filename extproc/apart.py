@@ -9,19 +9,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
-from functools import partial
 
 from extproc import wire
 from extproc.attempts import LAST_CHANCE_S, Ask, Prefilled, RequestOverError, leg_id
 from extproc.config import BODY_HEADROOM_BYTES
 from extproc.errors import ApiError
 from extproc.handoff import Flow, Handoff, Pair
-from extproc.headers import KV_TRANSFER_HEADER
+from extproc.headers import KV_TRANSFER_HEADER, UNSEEN_KEY
 from extproc.journey import Journey, OverError, Phase
 from extproc.observe.own_time import PREFILL_CALL, REPLY
 from extproc.routing.picker import NoEndpointError
 from extproc.routing.pool import Endpoint
 from extproc.routing.ticket import Ticket
+from extproc.unseen import Unseen
 
 _STALE_AT_MOST = 3
 """Handoffs too old in a row, after which something is wrong with the clock, the lease or the machine."""
@@ -49,7 +49,9 @@ async def _one_after_the_other(journey: Journey, ask: Ask, ticket: Ticket) -> No
             # The client left while the process stood still: the reply would go into a stream that is no more.
             raise OverError(await journey.receive(Phase.PREFILL))
         decode = still_live(journey, ticket)
-        await _dispatch(journey, ask, prefilled.handoff, decode, prefilled.prompt_token_ids)
+        await _dispatch(
+            journey, ask, prefilled.handoff, decode, prefilled.prompt_token_ids, may_be_unseen=journey.may_be_unseen
+        )
         undelivered.pop_all()
 
 
@@ -97,24 +99,36 @@ _FLOWS: dict[Flow, Callable[[Journey, Ask, Ticket], Awaitable[None]]] = {
 
 
 async def _dispatch(
-    journey: Journey, ask: Ask, handoff: Handoff, decode: Endpoint, prompt_token_ids: bytes | None = None
+    journey: Journey,
+    ask: Ask,
+    handoff: Handoff,
+    decode: Endpoint,
+    prompt_token_ids: bytes | None = None,
+    *,
+    may_be_unseen: bool = False,
 ) -> None:
-    """Let Envoy send the decode leg."""
+    """Let Envoy send the decode leg. ``may_be_unseen``: the filter need not be shown a good answer."""
     journey.enter(REPLY)
     body = ask.request.decode_body(handoff.params, prompt_token_ids)
     if body is not None and len(body) > journey.parts.config.limits.max_body_bytes + BODY_HEADROOM_BYTES:
         # Envoy would find it too large. Token ids can take more room than the prompt, and are not needed.
         body = ask.request.decode_body(handoff.params)
+    tags = journey.marks("disaggregate")
+    unseen = None
+    if may_be_unseen and journey.ticket is not None:
+        tags[UNSEEN_KEY] = "1"
+        unseen = Unseen(journey.parts, journey.ticket, handoff, decode.address, journey.record.request_id)
+        journey.observed.note.on_line = unseen.told
     mutation = wire.Mutation(
         set_headers={**handoff.headers, **journey.onward, KV_TRANSFER_HEADER: handoff.header()},
         body=body,
         destination=decode.address,
-        tags=journey.marks("disaggregate"),
+        tags=tags,
     )
     await journey.stream.pass_body(mutation, ask.body)
-    answered = asyncio.Event()
-    journey.on_answer = partial(_on_answer, journey, handoff, answered)
-    journey.held.callback(_on_end, journey, handoff, answered, journey.parts.clock())
+    delivery = _Delivery(journey, handoff, unseen)
+    journey.on_answer = delivery.on_answer
+    journey.held.callback(delivery.on_end)
     record, metrics = journey.record, journey.parts.metrics
     record.outcome = "handoff"
     record.blocks, record.tokens, record.reported_cached_tokens = handoff.blocks, handoff.tokens, handoff.cached_tokens
@@ -126,22 +140,39 @@ async def _dispatch(
         metrics.handoff_blocks.observe(handoff.blocks)
 
 
-def _on_answer(journey: Journey, handoff: Handoff, answered: asyncio.Event, answer: wire.ResponseHeaders) -> None:
-    """An answer that is an error is one from a worker that did not take the request on, or from Envoy, which reached none.
+class _Delivery:
+    """A handoff that is with Envoy."""
 
-    Some errors make the decode worker give the blocks back by itself. Then the prefill worker is told twice, which it notes
-    (`vllm:nixl_num_notifications_after_expiry`) and survives; the others would leave them pinned until their lease ends.
-    """
-    answered.set()
-    journey.answered(answer)
-    if answer.status >= 400:
-        journey.parts.releaser.release(handoff)
+    __slots__ = ("_answered", "_dispatched_s", "_handoff", "_journey", "_unseen")
 
+    def __init__(self, journey: Journey, handoff: Handoff, unseen: Unseen | None) -> None:
+        self._journey = journey
+        self._handoff = handoff
+        self._unseen = unseen
+        self._dispatched_s = journey.parts.clock()
+        self._answered = False
 
-def _on_end(journey: Journey, handoff: Handoff, answered: asyncio.Event, dispatched_s: float) -> None:
-    """A client that leaves as our reply goes out: Envoy may have dropped the request before it read it. Nothing tells."""
-    if not answered.is_set() and journey.parts.clock() - dispatched_s < _PERHAPS_NEVER_SENT_S:
-        journey.parts.releaser.release_later(handoff)
+    def on_answer(self, answer: wire.ResponseHeaders) -> None:
+        """An answer that is an error is one from a worker that did not take the request on, or from Envoy, which reached none.
+
+        Some errors make the decode worker give the blocks back by itself. Then the prefill worker is told twice, which it notes
+        (`vllm:nixl_num_notifications_after_expiry`) and survives; the others would leave them pinned until their lease ends.
+        """
+        self._answered = True
+        if self._unseen is not None:
+            self._unseen.answered = True
+        self._journey.answered(answer)
+        if answer.status >= 400:
+            self._journey.parts.releaser.release(self._handoff)
+
+    def on_end(self) -> None:
+        """A client that leaves as our reply goes out: Envoy may have dropped the request before it read it. Nothing tells."""
+        if self._answered or self._journey.parts.clock() - self._dispatched_s >= _PERHAPS_NEVER_SENT_S:
+            return
+        if self._unseen is not None:
+            self._unseen.ended_early()
+        else:
+            self._journey.parts.releaser.release_later(self._handoff)
 
 
 async def _fresh(journey: Journey, ask: Ask, ticket: Ticket) -> Prefilled:

@@ -471,6 +471,11 @@ class Config(_Section, frozen=True, kw_only=True):
         return [Address(host=address.host, port=address.port + index) for index in range(self.processes)]
 
     @property
+    def unseen_answers(self) -> bool:
+        """Whether Envoy is told not to show good answers where the filter marks it so: then its log must tell of them."""
+        return self.envoy.access_log and self.envoy.body_mode != "full_duplex_both"
+
+    @property
     def watches(self) -> bool:
         """Whether any stream may be watched."""
         allowed = any("observe" in rule.allow_overrides for rule in self.policies)

@@ -28,6 +28,7 @@ from envoy_data_plane.envoy.extensions.access_loggers.grpc import v3 as grpc_log
 from envoy_data_plane.envoy.extensions.access_loggers.stats import v3 as stats
 from envoy_data_plane.envoy.extensions.access_loggers.stream import v3 as stream
 from envoy_data_plane.envoy.extensions.common.matching import v3 as matching
+from envoy_data_plane.envoy.extensions.filters.common.matcher.action import v3 as actions
 from envoy_data_plane.envoy.extensions.filters.http.composite import v3 as composite
 from envoy_data_plane.envoy.extensions.filters.http.ext_proc import v3 as ext_proc
 from envoy_data_plane.envoy.extensions.filters.http.header_to_metadata import v3 as header_to_metadata
@@ -65,6 +66,7 @@ from extproc.headers import (
     ROUTING_HEADERS,
     SERVED_KEY,
     TAGS_NAMESPACE,
+    UNSEEN_KEY,
     UPSTREAM_ATTRIBUTE,
     USAGE_KEY,
     USAGE_NAMESPACE,
@@ -326,21 +328,60 @@ def _ext_proc_filter(config: Config) -> hcm.HttpFilter:
         retry_back_off=core.BackoffStrategy(base_interval=_seconds(0.1), max_interval=_seconds(1.0)),
     )
     service = core.GrpcService(envoy_grpc=core.GrpcServiceEnvoyGrpc(cluster_name=EXTPROC_CLUSTER), retry_policy=retry)
+    made = ext_proc.ExternalProcessor(
+        grpc_service=service,
+        processing_mode=mode,
+        message_timeout=_seconds(config.prefill.timeout_s + _EXTPROC_SLACK_S),
+        status_on_error=types.HttpStatus(code=types.StatusCode.ServiceUnavailable),
+        metadata_options=ext_proc.MetadataOptions(
+            receiving_namespaces=ext_proc.MetadataOptionsMetadataNamespaces(untyped=[LB_NAMESPACE, TAGS_NAMESPACE]),
+            forwarding_namespaces=ext_proc.MetadataOptionsMetadataNamespaces(untyped=[LB_NAMESPACE]),
+        ),
+        response_attributes=[] if config.envoy.pin == "exact" else [UPSTREAM_ATTRIBUTE],
+        mutation_rules=_mutation_rules(traced=config.tracing.endpoint is not None),
+        allow_mode_override=True,
+        failure_mode_allow=_opens(config),
+    )
+    name = "envoy.filters.http.ext_proc"
+    return _unless_unseen(_extension(name, made)) if config.unseen_answers else _http_filter(name, made)
+
+
+def _unless_unseen(inner: core.TypedExtensionConfig) -> hcm.HttpFilter:
+    """The filter is not shown the good answers of requests that it has marked: a message and a reply less for each."""
+    # The status first: as long as there is none, Envoy asks again.
+    good = xds_matcher.MatcherMatcherListPredicateSinglePredicate(
+        input=_xds_extension("envoy.matching.inputs.status_code_class_input", matcher.HttpResponseStatusCodeClassMatchInput()),
+        value_match=xds_matcher.StringMatcher(exact="2xx"),
+    )
+    both = xds_matcher.MatcherMatcherListPredicatePredicateList(
+        predicate=[
+            xds_matcher.MatcherMatcherListPredicate(single_predicate=good),
+            xds_matcher.MatcherMatcherListPredicate(single_predicate=_marked(UNSEEN_KEY)),
+        ]
+    )
+    rule = xds_matcher.MatcherMatcherListFieldMatcher(
+        predicate=xds_matcher.MatcherMatcherListPredicate(and_matcher=both),
+        on_match=xds_matcher.MatcherOnMatch(action=_xds_extension("skip", actions.SkipFilter())),
+    )
     return _http_filter(
-        "envoy.filters.http.ext_proc",
-        ext_proc.ExternalProcessor(
-            grpc_service=service,
-            processing_mode=mode,
-            message_timeout=_seconds(config.prefill.timeout_s + _EXTPROC_SLACK_S),
-            status_on_error=types.HttpStatus(code=types.StatusCode.ServiceUnavailable),
-            metadata_options=ext_proc.MetadataOptions(
-                receiving_namespaces=ext_proc.MetadataOptionsMetadataNamespaces(untyped=[LB_NAMESPACE, TAGS_NAMESPACE]),
-                forwarding_namespaces=ext_proc.MetadataOptionsMetadataNamespaces(untyped=[LB_NAMESPACE]),
-            ),
-            response_attributes=[] if config.envoy.pin == "exact" else [UPSTREAM_ATTRIBUTE],
-            mutation_rules=_mutation_rules(traced=config.tracing.endpoint is not None),
-            allow_mode_override=True,
-            failure_mode_allow=_opens(config),
+        inner.name,
+        matching.ExtensionWithMatcher(
+            extension_config=inner,
+            xds_matcher=xds_matcher.Matcher(matcher_list=xds_matcher.MatcherMatcherList(matchers=[rule])),
+        ),
+    )
+
+
+def _marked(key: str) -> xds_matcher.MatcherMatcherListPredicateSinglePredicate:
+    """The filter has noted ``1`` under this key for the request."""
+    return xds_matcher.MatcherMatcherListPredicateSinglePredicate(
+        input=_xds_extension(
+            "envoy.matching.inputs.dynamic_metadata",
+            inputs.DynamicMetadataInput(filter=TAGS_NAMESPACE, path=[inputs.DynamicMetadataInputPathSegment(key=key)]),
+        ),
+        custom_match=_xds_extension(
+            "envoy.matching.matchers.metadata_matcher",
+            input_matchers.Metadata(value=matcher.ValueMatcher(string_match=matcher.StringMatcher(exact="1"))),
         ),
     )
 
@@ -370,18 +411,8 @@ def _watch_filter() -> hcm.HttpFilter:
 
 def _for_marked(name: str, key: str, inner: core.TypedExtensionConfig) -> hcm.HttpFilter:
     """A filter that exists only for requests that the ext_proc filter has marked; for others this is one look-up."""
-    marked = xds_matcher.MatcherMatcherListPredicateSinglePredicate(
-        input=_xds_extension(
-            "envoy.matching.inputs.dynamic_metadata",
-            inputs.DynamicMetadataInput(filter=TAGS_NAMESPACE, path=[inputs.DynamicMetadataInputPathSegment(key=key)]),
-        ),
-        custom_match=_xds_extension(
-            "envoy.matching.matchers.metadata_matcher",
-            input_matchers.Metadata(value=matcher.ValueMatcher(string_match=matcher.StringMatcher(exact="1"))),
-        ),
-    )
     rule = xds_matcher.MatcherMatcherListFieldMatcher(
-        predicate=xds_matcher.MatcherMatcherListPredicate(single_predicate=marked),
+        predicate=xds_matcher.MatcherMatcherListPredicate(single_predicate=_marked(key)),
         on_match=xds_matcher.MatcherOnMatch(action=_xds_extension(name, composite.ExecuteFilterAction(typed_config=inner))),
     )
     return _http_filter(

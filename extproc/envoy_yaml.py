@@ -106,7 +106,7 @@ _COMMENTS: Mapping[str, str] = {
         "The filter names the decode worker in the metadata that the load balancer reads, and reads there which one it took."
     ),
     "response_attributes": "Which worker was connected to: with this pin, the load balancer does not say.",
-    "filters.http.ext_proc.typed_config.failure_mode_allow": (
+    "extension_config.typed_config.failure_mode_allow": (
         "A request that the filter cannot be asked about goes on. The Lua filter behind it says how far "
         "(`envoy.filter_down: round_robin`); `http.front.ext_proc.failure_mode_allowed` counts them."
     ),
@@ -136,6 +136,10 @@ _COMMENTS: Mapping[str, str] = {
     "eds_config.ads": "Endpoints come from the filter's gRPC server, by `dynamic_resources.ads_config`.",
     "eds_config.initial_fetch_timeout": "Envoy starts without the filter, and says 503 until it is there.",
     "envoy_grpc.retry_policy": "The default would ask only every 30 s for a filter that was away for a while.",
+    "filters.http.ext_proc.typed_config.xds_matcher": (
+        "Good answers of requests that the filter marks so are not shown to it: a message and a wait less for each. "
+        "The access log tells of them."
+    ),
     "ads_config": "Changes only, from the server that is also the ext_proc service. While it is away, Envoy keeps what it has.",
     "clusters.decode.load_balancing_policy": (
         "Exactly the worker that the filter named: KV blocks wait for that one, any other would be silently wrong. If "

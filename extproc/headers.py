@@ -29,6 +29,9 @@ WATCH_KEY: Final = "watch"
 USAGE_KEY: Final = "usage"
 """In that namespace, with the value ``1``: the answer is a stream that states its tokens at its end."""
 
+UNSEEN_KEY: Final = "unseen"
+"""In that namespace, with the value ``1``: the filter need not be shown a good answer."""
+
 USAGE_NAMESPACE: Final = "baton.usage"
 """The dynamic-metadata namespace in which Envoy notes the token counts that a streamed answer states."""
 

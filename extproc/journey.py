@@ -130,6 +130,11 @@ class Parts(msgspec.Struct, frozen=True):
     tracing: Tracing | None = None
     clock: Callable[[], float] = time.monotonic
 
+    def served_elsewhere(self, request_id: str, chosen: str, served: str) -> None:
+        """Envoy took another worker than it was told to."""
+        self.metrics.served_elsewhere.inc()
+        self.log.error("served_elsewhere", request_id=request_id, chosen=chosen, served=served)
+
 
 class Journey:
     """One request. ``held`` gives back in the end whatever is hung on it."""
@@ -249,6 +254,15 @@ class Journey:
         self.labels = Tags(self._model_label(), policy, mode, self.tenant)
         return self.labels
 
+    @property
+    def may_be_unseen(self) -> bool:
+        """Nothing in a good answer would be of use here, and what became of the request will be told."""
+        ticket, parts = self.ticket, self.parts
+        if ticket is None or ticket.decode is None or self.trace is not None or self.answer_headers:
+            return False
+        # A worker that failed lately is watched closely.
+        return parts.config.unseen_answers and parts.observer.access_log.reliable and not ticket.decode.decode.failures
+
     def marks(self, mode: Mode) -> dict[str, str]:
         """The same, and the request's name, for Envoy to note."""
         return self.parts.observer.marks(self.observed, self.tags(mode))
@@ -293,8 +307,7 @@ class Journey:
             self.trace.answered(answer.status)
         self.parts.recent.answered(answer.status)
         if answer.served is not None and answer.served != chosen:
-            self.parts.metrics.served_elsewhere.inc()
-            self.parts.log.error("served_elsewhere", request_id=self.record.request_id, chosen=chosen, served=answer.served)
+            self.parts.served_elsewhere(self.record.request_id, chosen, answer.served)
         # An error of the client's is none of the worker's. A 500 may be a handoff that it could not read.
         self.parts.dispatcher.answered(ticket, ok=answer.status < 500, pair_fault=answer.status == 500)
 

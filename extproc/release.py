@@ -71,16 +71,23 @@ class Releaser:
         if self._settings.release and handoff.releasable and handoff.params is not None:
             self._queue_up(handoff)
 
-    def release_later(self, handoff: Handoff) -> None:
+    def release_later(self, handoff: Handoff) -> object:
         """The same for a handoff that a decode worker may just have got and dropped.
 
         If it has, it gives the blocks back itself, and this changes nothing. But it must have the time to: blocks that are
-        freed under a transfer would leave it with others' KV in its prefix cache.
+        freed under a transfer would leave it with others' KV in its prefix cache. The result is for :meth:`never_mind`.
         """
         if self._settings.release and handoff.releasable and handoff.params is not None:
             key = object()
             timer = asyncio.get_running_loop().call_later(self._settings.release_delay_s, self._due, key)
             self._later[key] = (timer, handoff)
+            return key
+        return None
+
+    def never_mind(self, key: object) -> None:
+        """What was put off need not be done: a decode worker has taken the handoff."""
+        if key in self._later:
+            self._later.pop(key)[0].cancel()
 
     def _due(self, key: object) -> None:
         _, handoff = self._later.pop(key)

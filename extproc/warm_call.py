@@ -148,7 +148,7 @@ class Meeting:
         headers = {**self._headers, "x-request-id": pair.request_id, **handoff.headers, "content-type": "application/json"}
         with ExitStack() as unread:
             # A worker that has the request and is cut off gives them back itself; it must have the time to.
-            give_back = partial(self._releaser.release_later, handoff)
+            give_back: Callable[[], object] = partial(self._releaser.release_later, handoff)
             unread.callback(lambda: give_back())
             try:
                 async with self._session.post(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import os
 import time
 from collections import deque
@@ -30,6 +31,8 @@ _MAX_NOTES = 200_000
 """Requests of which a line is awaited; of others nobody would notice that it is missing."""
 _TELL_S = 60.0
 """At least so long from one word about lost lines to the next."""
+_LATELY_S = 3.0
+"""A few times as long as Envoy keeps a batch."""
 _QUIET_S = 1.5
 """Longer than Envoy keeps a batch."""
 
@@ -46,6 +49,8 @@ class Note(msgspec.Struct, kw_only=True):
     """Of a prompt: what its policy and its decision promise."""
     reported: bool = False
     """The line has come."""
+    on_line: Callable[[Line], None] | None = None
+    """Told of the line, whenever it comes."""
 
 
 class AccessLog:
@@ -76,6 +81,7 @@ class AccessLog:
         self._unnamed: deque[float] = deque()
         """When lines came of clients that left before Envoy had read what the filter noted: one each for a request of ours."""
         self._untold, self._told_again_s = 0, clock()
+        self._heard_s = -math.inf
         self._closing = asyncio.Event()
         self.streams = 0
         """Envoys (or rather their threads) that are connected."""
@@ -158,6 +164,7 @@ class AccessLog:
     def hear(self, line: Line) -> None:
         """One line."""
         self.received += 1
+        self._heard_s = self._clock()
         note = self._notes.pop(line.key, None)
         if note is None:
             self.foreign += 1
@@ -165,7 +172,15 @@ class AccessLog:
                 self._unnamed.append(self._clock())
             note = Note(key=line.key, tags=_foreign(line))
         note.reported = True
+        if note.on_line is not None:
+            note.on_line(line)
+            note.on_line = None
         self._told(line, note)
+
+    @property
+    def reliable(self) -> bool:
+        """A line of a request that begins now will surely come: they have come until a moment ago."""
+        return self.expected and self._clock() - self._heard_s < _LATELY_S and len(self._notes) < _MAX_NOTES
 
     @property
     def awaited(self) -> int:

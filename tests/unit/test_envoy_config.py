@@ -69,7 +69,8 @@ def cluster(name: str, config: Config = EXAMPLE) -> dict[str, Any]:
 def ext_proc(config: Config = EXAMPLE) -> dict[str, Any]:
     first = manager("front", config)["http_filters"][0]
     assert first["name"] == "envoy.filters.http.ext_proc"
-    return dict(first["typed_config"])
+    inner = first["typed_config"].get("extension_config", first)  # it may be one that is not shown good answers
+    return dict(inner["typed_config"])
 
 
 # --- the whole ----------------------------------------------------------------------------------------------------------
@@ -321,6 +322,18 @@ def test_response_never_passes_through_the_filter_but_its_end_is_known() -> None
         # response_body_mode: NONE is the default
         "response_trailer_mode": "SEND",
     }
+
+
+def test_good_answers_of_marked_requests_are_not_shown_where_the_log_tells_of_them() -> None:
+    shown = manager("front")["http_filters"][0]["typed_config"]
+    [rule] = shown["xds_matcher"]["matcher_list"]["matchers"]
+    status, mark = rule["predicate"]["and_matcher"]["predicate"]
+    # In this order: without a status yet, Envoy asks again; without a mark, it would never ask again.
+    assert status["single_predicate"]["value_match"] == {"exact": "2xx"}
+    assert mark["single_predicate"]["input"]["typed_config"]["path"] == [{"key": "unseen"}]
+    assert rule["on_match"]["action"]["typed_config"]["@type"].endswith("SkipFilter")
+    for envoy in (Envoy(access_log=False), Envoy(body_mode="full_duplex_both")):
+        assert "xds_matcher" not in manager("front", change(envoy=envoy))["http_filters"][0]["typed_config"]
 
 
 def test_request_never_bypasses_the_filter() -> None:
