@@ -28,6 +28,8 @@ class Pairs:
     def __init__(self, handshake_s: float) -> None:
         self._handshake_s = handshake_s
         self._pairs: OrderedDict[tuple[str, str], _Pair] = OrderedDict()
+        self.known: Callable[[tuple[str, str]], _Pair | None] = self._pairs.get
+        """What is known of a prefill and a decode worker, by their addresses, for who asks for very many (see weighing)."""
         self._decodes: dict[str, set[str]] = {}
         self._prefills: dict[str, set[str]] = {}
         self.on_forget: Callable[[str], None] = lambda _address: None

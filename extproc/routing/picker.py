@@ -10,15 +10,18 @@ import random
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
+from copy import copy
 from itertools import islice
 from typing import NamedTuple
 
+from extproc.routing import health
 from extproc.routing.cost import Costs, Loaded
 from extproc.routing.decision import Candidate, Decision
 from extproc.routing.job import Aims, Job, Mode, Objective
 from extproc.routing.pool import Endpoint, Pool, Role, matches
 from extproc.routing.prefix import Chain
 from extproc.routing.settings import Routing
+from extproc.routing.weighing import DecodeSide, PrefillSide, Weighed, decode_sides, pairs, prefill_sides, wholes
 
 _IDLEST = 3
 _WARMEST = 3
@@ -171,7 +174,14 @@ class Picker:
         The best of a hundred is hardly worse than the best of a thousand, and a tenth of the work.
         """
         group = self.group(role, job.model, labels)
-        if len(group) > _LOOKED_AT:
+        if not exclude and len(group) <= _LOOKED_AT:
+            if role is Role.PREFILL:
+                good = [each for each in group if each.prefill.blocked_until_s <= now_s]
+            else:
+                good = [each for each in group if each.decode.blocked_until_s <= now_s]
+            if good:
+                return good
+        elif len(group) > _LOOKED_AT:
             start = _start(job, len(group))
             window = group[start : start + _LOOKED_AT]
             window += group[: _LOOKED_AT - len(window)]
@@ -209,10 +219,14 @@ class Picker:
         """
         aims, costs = job.aims, self._costs
         need = job.tokens + costs.answer_tokens(job)
+        home = self._sessions.get(job.session) if job.session else None
+        if home is not None and home not in exclude:
+            there = self.members(Role.DECODE, job.model, aims.decode_labels).get(home)
+            if there is not None and health.usable(there.decode, now_s) and not costs.full(there, need, now_s):
+                return [there]
         weighed = aims.objective in WEIGHED
         some = self._some(Role.DECODE, job, aims.decode_labels, hits, now_s, exclude) if weighed else []
-        home = self._sessions.get(job.session) if job.session else None
-        if home is not None:
+        if home is not None:  # where all have failed lately, it may be one of them
             able = self.able(Role.DECODE, job.model, aims.decode_labels, now_s, exclude)
             at_home = [each for each in able if each.address == home and not costs.full(each, need, now_s)]
             if at_home:
@@ -263,7 +277,25 @@ class Picker:
         Raises NoEndpointError, FullError.
         """
         decodes = self.decodes(job, hits, now_s, crowded=crowded) if among is None else among
-        return min(self._pairs(job, [prefill], decodes, hits, now_s), key=_cost)
+        costs, held = self._costs, hits.tokens
+        prefills, sides = prefill_sides(costs, job, [prefill], held, now_s), decode_sides(costs, job, decodes, held, now_s)
+        return min(self._pairs(job, prefills, sides, now_s), key=_cost)
+
+    def decode_again(self, job: Job, prefill: Endpoint, weighed: Weighed) -> Candidate | None:
+        """:meth:`decode` of what was ``weighed`` at the same moment; None if that says nothing of ``prefill``."""
+        mine = [each for each in weighed.apart if each.prefill == prefill.address]
+        if not mine:
+            return None
+        # Alone it is as busy as it is, whatever the others are.
+        pressure, terms = float(mine[0].terms.queue_prefill_s > 0), mine[0].terms
+        if job.aims.objective is not Objective.BALANCED or terms.hold_s == self._settings.hold * pressure * terms.prefill_s:
+            return mine[0]
+        place = {each.address: number for number, each in enumerate(weighed.decodes)}
+        mine = [copy(each) for each in sorted(mine, key=lambda each: place[each.decode])]
+        for each in mine:
+            each.terms = copy(each.terms)
+            each.cost = self._costs.total(job.aims, each.terms, pressure=pressure)
+        return min(mine, key=_cost)
 
     def remember(self, session: str, decode: str) -> None:
         """The conversation ``session`` is on the worker ``decode`` now."""
@@ -309,7 +341,9 @@ class Picker:
     ) -> list[Candidate]:
         """Pairs, the best first; ``among``: decode workers that :meth:`decodes` chose. Raises NoEndpointError, FullError."""
         decodes = self.decodes(job, hits, now_s, admit=admit, crowded=crowded) if among is None else among
-        return sorted(self._pairs(job, self.prefills(job, hits, now_s, exclude), decodes, hits, now_s), key=_cost)
+        costs, held = self._costs, hits.tokens
+        prefills = prefill_sides(costs, job, self.prefills(job, hits, now_s, exclude), held, now_s)
+        return sorted(self._pairs(job, prefills, decode_sides(costs, job, decodes, held, now_s), now_s), key=_cost)
 
     def whole(
         self,
@@ -326,22 +360,25 @@ class Picker:
 
         ``among``: decode workers that :meth:`decodes` chose. Raises NoEndpointError, FullError.
         """
-        found = []
         decodes = self.decodes(job, hits, now_s, exclude, admit=admit, crowded=crowded) if among is None else among
-        for decode in decodes:
-            cached = hits.of(decode)
-            terms = self._costs.whole(job, decode, cached, now_s)
-            found.append(
-                Candidate(
-                    prefill=None,
-                    decode=decode.address,
-                    cost=self._costs.total(job.aims, terms, pressure=0.0),
-                    terms=terms,
-                    cached_decode_tokens=cached,
-                    refused=self._stalls(job, decode, cached, now_s),
-                )
-            )
-        return sorted(found, key=_cost)
+        return self._wholes(job, decode_sides(self._costs, job, decodes, hits.tokens, now_s), now_s)
+
+    def both(self, job: Job, decodes: list[Endpoint], hits: Hits, now_s: float) -> Weighed:
+        """:meth:`apart` and :meth:`whole`, of decode workers that :meth:`decodes` chose. Raises NoEndpointError."""
+        costs, held = self._costs, hits.tokens
+        prefills = prefill_sides(costs, job, self.prefills(job, hits, now_s), held, now_s)
+        sides = decode_sides(costs, job, decodes, held, now_s)
+        apart = self._pairs(job, prefills, sides, now_s)
+        apart.sort(key=_cost)
+        return Weighed(now_s, decodes, prefills, apart, self._wholes(job, sides, now_s))
+
+    def _wholes(self, job: Job, sides: list[DecodeSide], now_s: float) -> list[Candidate]:
+        found = wholes(self._costs, job, sides, now_s)
+        if job.aims.itl_slo_s is not None:
+            for each, (decode, cached, _, _, _) in zip(found, sides, strict=True):
+                each.refused = self._stalls(job, decode, cached, now_s)
+        found.sort(key=_cost)
+        return found
 
     def _stalls(self, job: Job, decode: Endpoint, cached: int, now_s: float) -> str | None:
         if job.aims.itl_slo_s is None or self._costs.sequences(decode, now_s) < 1:
@@ -355,29 +392,8 @@ class Picker:
         """How busy prefill workers are: the share of them that has work."""
         return sum(self._costs.backlog_s(each, now_s) > 0 for each in prefills) / max(len(prefills), 1)
 
-    def _pairs(self, job: Job, prefills: list[Endpoint], decodes: list[Endpoint], hits: Hits, now_s: float) -> list[Candidate]:
-        found = []
-        costs, aims, held = self._costs, job.aims, hits.tokens
-        cached = [held.get(each.address, 0) for each in prefills]
-        work = [costs.prefilling(job, each, tokens, now_s) for each, tokens in zip(prefills, cached, strict=True)]
-        # pressure(), of what has been asked already
-        pressure = len([1 for backlog_s, _ in work if backlog_s > 0]) / max(len(prefills), 1)
-        decoding = [(each, held.get(each.address, 0), costs.decoding(job, each, now_s)) for each in decodes]
-        for prefill, cached_prefill, prefilling in zip(prefills, cached, work, strict=True):
-            for decode, cached_decode, alone in decoding:
-                if prefill is decode:
-                    continue  # to itself nothing is handed over: that is the other kind of choice
-                terms = costs.between(job, prefill, decode, prefilling, alone, cached_decode, now_s)
-                found.append(
-                    Candidate(
-                        prefill=prefill.address,
-                        decode=decode.address,
-                        cost=costs.total(aims, terms, pressure=pressure),
-                        terms=terms,
-                        cached_prefill_tokens=cached_prefill,
-                        cached_decode_tokens=cached_decode,
-                    )
-                )
+    def _pairs(self, job: Job, prefills: list[PrefillSide], decodes: list[DecodeSide], now_s: float) -> list[Candidate]:
+        found = pairs(self._costs, job, prefills, decodes, now_s)
         if not found:
             raise NoEndpointError(Role.PREFILL)
         return found
@@ -415,6 +431,11 @@ def decision(job: Job, chosen: Candidate, reason: str, candidates: list[Candidat
 
 def _kept(chosen: Candidate, candidates: list[Candidate]) -> list[Candidate]:
     """The choice, and the first of the others: of both kinds at least one, if both were weighed. Each pair once."""
+    if len(candidates) < _CANDIDATES_KEPT:
+        all_of_them = {(chosen.prefill, chosen.decode): chosen}
+        for each in candidates:
+            all_of_them.setdefault((each.prefill, each.decode), each)
+        return list(all_of_them.values())
     kept, seen = [chosen], {(chosen.prefill, chosen.decode)}
     both = False
     for each in candidates:
@@ -457,6 +478,8 @@ def _turn(loaded: Loaded) -> int:
 
 def _idlest_and_warmest(room: list[Loaded], hits: Hits) -> list[Endpoint]:
     """Those with the least to do, and of the others those that hold most of the prompt."""
+    if len(room) <= _IDLEST:
+        return [each[-1] for each in sorted(room)]
     few = len(room) > _MANY
     idlest = [each[-1] for each in sorted(room)[: _IDLEST - few]]
     held = hits.tokens

@@ -87,7 +87,12 @@ class _Holder:
             run = starts.get(hashes[at])
             if run is None:
                 break
-            at += _common(run.hashes, hashes, at)
+            own = run.hashes
+            end = at + len(own)
+            if end <= count and own[-1] == hashes[end - 1]:  # mostly the whole run
+                at = end
+            else:
+                at += _common(own, hashes, at)
         return at
 
 
@@ -211,12 +216,18 @@ class PrefixIndex:
             hashes, count = hashes[:wanted], wanted
         if not count:
             return
-        starts, masks, bit = holder.starts, self._masks, holder.bit
+        starts, runs, masks, bit = holder.starts, holder.runs, self._masks, holder.bit
         new = at = 0
         while at < count:
             run = starts.get(hashes[at])
             if run is not None:
-                common = _common(run.hashes, hashes, at)
+                own = run.hashes
+                last = at + len(own)
+                if last <= count and own[-1] == hashes[last - 1]:  # mostly the whole run
+                    del starts[own[0]], runs[run]
+                    at = last
+                    continue
+                common = _common(own, hashes, at)
                 self._cut(holder, run, common)
                 at += common
                 continue
@@ -231,7 +242,7 @@ class PrefixIndex:
         self._start(holder, _Run(hashes, 0))
         holder.blocks += new
         self._blocks += new
-        if holder.capacity is not None:
+        if holder.capacity is not None and holder.blocks > holder.capacity:
             self._evict(holder, holder.blocks - holder.capacity)
         while self._blocks > self._max_blocks:
             fullest = max(self._holders.values(), key=_size)

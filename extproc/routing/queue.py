@@ -51,6 +51,11 @@ class First(NamedTuple):
     came_s: float
 
 
+def slo_deadline_s(job: Job) -> float:
+    """When its first token has to be there (clock seconds), for it not to be late."""
+    return job.arrived_s + (job.aims.ttft_slo_s or TTFT_TARGET_S)
+
+
 class Waiting:
     """One prompt in the queue."""
 
@@ -61,7 +66,7 @@ class Waiting:
         self.came_s = now_s
         self.position = 0
         self.limit_s = now_s + min(job.aims.max_wait_s, settings.queue_wait_s)
-        self.slo_s = job.arrived_s + (job.aims.ttft_slo_s or TTFT_TARGET_S)
+        self.slo_s = slo_deadline_s(job)
         self.late = False
         self.work_s = 0.0
         """What it was last expected to need."""

@@ -18,11 +18,12 @@ from extproc.routing.load import Load
 from extproc.routing.picker import WEIGHED, FullError, NoEndpointError, Picker, decision, worth_a_handoff
 from extproc.routing.pool import Claim, Endpoint, Pool, Role
 from extproc.routing.prefix import Chain, PrefixIndex
-from extproc.routing.queue import Fit, PrefillQueue, QueueFullError, Waiting
+from extproc.routing.queue import Fit, PrefillQueue, QueueFullError, Waiting, slo_deadline_s
 from extproc.routing.scales import SMALL_WORK_S, Scales
 from extproc.routing.settings import Routing
 from extproc.routing.ticket import RejectedError, State, Ticket
 from extproc.routing.told import Others, Told
+from extproc.routing.weighing import Weighed
 
 _TICK_S = 0.2
 """While prompts wait, the queue is looked at so often, whatever happens: reports grow stale, pauses of workers end."""
@@ -166,25 +167,24 @@ class Router:
     def _whole_reason(self, ticket: Ticket, now_s: float, *, held: bool) -> str | None:
         """Why a decode worker shall do it all; None for a handoff. Raises NoEndpointError, FullError."""
         job, aims = ticket.job, ticket.job.aims
-        self.picker.group(Role.DECODE, job.model, aims.decode_labels)
-        if not job.handoff:
-            return "cannot_hand_over"
-        if aims.mode is Mode.AGGREGATE:
-            return "policy"
-        if aims.mode is Mode.DISAGGREGATE:
+        if not job.handoff or aims.mode is not Mode.AUTO:
+            self.picker.group(Role.DECODE, job.model, aims.decode_labels)
+            if not job.handoff:
+                return "cannot_hand_over"
+            if aims.mode is Mode.AGGREGATE:
+                return "policy"
             self.picker.group(Role.PREFILL, job.model, aims.prefill_labels)
             return None
         hits = self.scales.hits(ticket)
         crowded = len(self.queue) > 0
         decodes = self.picker.decodes(job, hits, now_s, admit=held, crowded=crowded)
-        ticket.decodes_weighed = now_s, decodes
-        whole = self.picker.whole(job, hits, now_s, among=decodes)
-        if self._only_itself(job):
+        if len(decodes) == 1 and Role.PREFILL in decodes[0].roles and self._only_itself(job):
+            ticket.weighed = None
             return "cost"
-        apart = self.picker.apart(job, hits, now_s, among=decodes)
+        weighed = ticket.weighed = self.picker.both(job, decodes, hits, now_s)
+        ticket.candidates = weighed.apart + weighed.whole
         wait_s = self._wait_s(job) if held else 0.0
-        ticket.candidates = apart + whole
-        if worth_a_handoff(aims, apart, whole, job.tokens, wait_s) is not None:
+        if worth_a_handoff(aims, weighed.apart, weighed.whole, job.tokens, wait_s) is not None:
             return None
         return "threshold" if aims.threshold_uncached_tokens is not None else "cost"
 
@@ -201,8 +201,11 @@ class Router:
         return self.queue.queued_s / len(self.picker.group(Role.PREFILL, job.model, job.aims.prefill_labels))
 
     def _enqueue(self, ticket: Ticket, now_s: float) -> None:
-        waiting = Waiting(ticket.job, self.settings, now_s)
+        weighed = ticket.weighed
+        if weighed is not None and not len(self.queue) and self._placed_at_once(ticket, weighed, now_s):
+            return
         fit = self._weigh_ticket(ticket, now_s)
+        waiting = Waiting(ticket.job, self.settings, now_s)
         if fit is not None and now_s + fit.soonest_s > waiting.slo_s:
             if ticket.job.aims.late is Late.REJECT:
                 raise self._too_late(ticket, fit, now_s)
@@ -225,6 +228,28 @@ class Router:
         self.told.waits()
         if fit is not None and fit.ready:
             self._advance(now_s)
+
+    def _placed_at_once(self, ticket: Ticket, weighed: Weighed, now_s: float) -> bool:
+        """Nobody waits, and what was weighed a moment ago says where there is room in time: mostly so. It is not weighed again.
+
+        False where the long way has to be gone, which ends in the same decision.
+        """
+        job = ticket.job
+        if ticket.whole_reason is not None:
+            whole = weighed.whole
+            if weighed.decodes[0].decode.blocked_until_s > now_s or now_s + whole[0].terms.ttft_s > slo_deadline_s(job):
+                return False
+            chosen = next((each for each in whole if each.refused is None), whole[0])
+            self._settle(ticket, chosen, [*whole, *weighed.apart], ticket.whole_reason, now_s)
+            return True
+        fit = self.scales.fit_of_few(ticket, weighed, now_s)
+        if fit is None or now_s + fit[1] > slo_deadline_s(job):
+            return False
+        best = self.picker.decode_again(job, fit[0], weighed)
+        if best is None:
+            return False
+        self._settle(ticket, best, ticket.candidates, "cost", now_s)
+        return True
 
     def _may_go_first(self) -> bool:
         """Whether no prompt in the queue could go now: all were asked, and no worker has become free since."""
@@ -402,8 +427,8 @@ class Router:
         if ticket.whole_reason is not None:
             self._place_whole(ticket, ticket.whole_reason, now_s, admit=True)
             return
-        weighed_s, weighed = ticket.decodes_weighed or (-math.inf, [])
-        among = weighed if weighed_s == now_s else None
+        weighed = ticket.weighed
+        among = weighed.decodes if weighed is not None and weighed.now_s == now_s else None
         best = self.picker.decode(
             ticket.job, endpoint, self.scales.hits(ticket), now_s, crowded=len(self.queue) > 0, among=among
         )
@@ -411,8 +436,8 @@ class Router:
 
     def _place_best(self, ticket: Ticket, now_s: float) -> None:
         # What was weighed to decide whether to hand it over need not be weighed again.
-        weighed_s, _ = ticket.decodes_weighed or (-math.inf, [])
-        found = ticket.candidates if weighed_s == now_s else []
+        weighed = ticket.weighed
+        found = ticket.candidates if weighed is not None and weighed.now_s == now_s else []
         if not found:
             found = self.picker.apart(ticket.job, self.scales.hits(ticket), now_s, admit=False)
         self._settle(ticket, found[0], found, "cost" if ticket.job.aims.mode is Mode.AUTO else "policy", now_s)

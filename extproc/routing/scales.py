@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from heapq import nsmallest
 from typing import Literal
 
-from extproc.routing import health
 from extproc.routing.cost import Costs
 from extproc.routing.job import Job, Objective
 from extproc.routing.picker import Hits, Picker
@@ -15,6 +13,7 @@ from extproc.routing.prefix import PrefixIndex
 from extproc.routing.queue import Fit, PrefillQueue
 from extproc.routing.settings import Routing
 from extproc.routing.ticket import Stuck, Ticket, Warmest
+from extproc.routing.weighing import PrefillSide, Weighed
 
 HOLD = {Objective.BALANCED: 1.0, Objective.TTFT: 0.0, Objective.THROUGHPUT: 10.0}
 """How much of `hold` counts for a prompt that waits, by objective."""
@@ -27,6 +26,8 @@ _WARMEST = 4
 
 _HOLDERS = 64
 """Workers that are known to hold some of a prompt, those that hold most of it; a thousand may share the first few blocks."""
+
+_FEW = 8
 
 _WEIGHED_AGAIN_S = 0.1
 """A prompt that waits is weighed so often although nothing has happened to the workers it may go to."""
@@ -82,31 +83,34 @@ class Scales:
         hits = self.hits(ticket).tokens
         if ticket.warmest is None:
             warm = [(-cached, address) for address, cached in hits.items() if address in view.members]
-            first = nsmallest(_WARMEST, warm)
+            first = sorted(warm)[:_WARMEST]
             most = -first[0][0] if first else 0
             least = -first[-1][0] if len(first) == _WARMEST else 0
             ticket.warmest = Warmest([view.members[address] for _, address in first], max(job.tokens - most, 1), least)
-        best_score = soonest_s = math.inf
-        found: tuple[Endpoint, float, float, bool] | None = None
-        for endpoint in (view.idlest, *ticket.warmest.endpoints):
-            if endpoint is not view.idlest and (
-                endpoint.address not in view.members or not health.usable(endpoint.prefill, now_s)
-            ):
+        # The idlest one first: of equals the first is best.
+        best = view.idlest
+        cached = hits.get(best.address, 0)
+        best_uncached = max(job.tokens - cached, 1)
+        best_work_s = costs.prefill_rate(best).seconds(best_uncached, cached)
+        best_s = soonest_s = costs.backlog_s(best, now_s) + best_work_s
+        best_score = best_s + hold * best_work_s
+        for endpoint in ticket.warmest.endpoints:
+            leg = endpoint.prefill
+            if endpoint is view.idlest or leg.blocked_until_s > now_s or endpoint.address not in view.members:
                 continue
             cached = hits.get(endpoint.address, 0)
             uncached = max(job.tokens - cached, 1)
-            backlog_s = costs.backlog_s(endpoint, now_s)
             work_s = costs.prefill_rate(endpoint).seconds(uncached, cached)
-            finish_s = backlog_s + work_s
-            soonest_s = min(soonest_s, finish_s + after_s)
+            finish_s = costs.backlog_s(endpoint, now_s) + work_s
+            if finish_s < soonest_s:
+                soonest_s = finish_s
             score = finish_s + hold * work_s
             if score < best_score:
-                best_score = score
-                outstanding = costs.outstanding_tokens(endpoint, now_s)
-                ready = outstanding <= 0 or outstanding + uncached <= costs.room_tokens(endpoint)
-                found = endpoint, work_s, finish_s + after_s, ready
-        assert found is not None
-        endpoint, work_s, finish_s, ready = found
+                best, best_uncached, best_work_s, best_s, best_score = endpoint, uncached, work_s, finish_s, score
+        outstanding = costs.outstanding_tokens(best, now_s)
+        ready = outstanding <= 0 or outstanding + best_uncached <= costs.room_tokens(best)
+        endpoint, work_s, finish_s = best, best_work_s, best_s + after_s
+        soonest_s += after_s
         blocked_by: Literal["prefill", "decode", "lane"] | None = None
         if not ready:
             blocked_by = "prefill"
@@ -124,6 +128,49 @@ class Scales:
             version = sum([each.prefill.version for each in ticket.warmest.endpoints])
             ticket.stuck = Stuck(until_s, version, now_s + view.idlest_backlog_s, fit, blocked_by)
         return fit
+
+    def fit_of_few(self, ticket: Ticket, weighed: Weighed, now_s: float) -> tuple[Endpoint, float] | None:
+        """What :meth:`fit` says of a prompt that was weighed at the same moment, where all prefill workers were, and are few.
+
+        It is the endpoint, and seconds from now to the first token where that comes first. None: it may say something else, or
+        there is no room.
+
+        That some decode worker has room for it is known: else none would have been weighed.
+        """
+        job, prefills = ticket.job, weighed.prefills
+        costs, aims = self._costs, job.aims
+        count = len(prefills)
+        if count > _WARMEST or count != len(self._picker.group(Role.PREFILL, job.model, aims.prefill_labels)):
+            return None
+        hits, hold = self.hits(ticket).tokens, self._settings.hold * HOLD[aims.objective]
+        # They stand in the order of Costs.with_backlog, so this is Costs.idlest_prefill: the first that has nothing to do.
+        idlest = prefills[0]
+        for side in prefills:
+            leg = side[0].prefill
+            if leg.blocked_until_s > now_s:
+                return None  # all of them are
+            if not leg.claims and (not leg.external_requests or side[2] <= 0):
+                idlest = side
+                break
+        best, _, backlog_s, work_s = idlest
+        soonest_s = backlog_s + work_s
+        score = soonest_s + hold * work_s
+        # Of equals the idlest one, then the one that holds most.
+        others = [side for side in prefills if side is not idlest and side[0].address in hits]
+        if len(others) > 1:
+            others.sort(key=_most_first)
+        for endpoint, _, backlog_s, work_s in others:
+            finish_s = backlog_s + work_s
+            if finish_s < soonest_s:
+                soonest_s = finish_s
+            if finish_s + hold * work_s < score:
+                best, score = endpoint, finish_s + hold * work_s
+        outstanding = costs.outstanding_tokens(best, now_s)
+        if outstanding > 0 and outstanding + max(job.tokens - hits.get(best.address, 0), 1) > costs.room_tokens(best):
+            return None
+        decode = self._picker.group(Role.DECODE, job.model, aims.decode_labels)[0]
+        moved_s = job.tokens * costs.kv_bytes_per_token(job) * costs.transfer_rate(decode).seconds(1.0)
+        return best, soonest_s + (moved_s + self._settings.handoff_overhead_s)
 
     def still_stuck(self, ticket: Ticket, now_s: float) -> bool:
         """Whether weighing the prompt again could only say again that it cannot go. Raises NoEndpointError."""
@@ -166,9 +213,9 @@ class Scales:
         key = (frozenset(aims.prefill_labels.items()), frozenset(aims.decode_labels.items())) if labelled else None, job.model
         view = self._views.get(key)
         if view is None:
-            able = self._picker.able(Role.PREFILL, job.model, job.aims.prefill_labels, now_s)
-            decodes = self._picker.group(Role.DECODE, job.model, job.aims.decode_labels)
-            members = self._picker.members(Role.PREFILL, job.model, job.aims.prefill_labels)
+            able = self._picker.able(Role.PREFILL, job.model, aims.prefill_labels, now_s)
+            decodes = self._picker.group(Role.DECODE, job.model, aims.decode_labels)
+            members = self._picker.members(Role.PREFILL, job.model, aims.prefill_labels)
             view = self._views[key] = View(able, members, decodes, self._costs, now_s)
         return view
 
@@ -178,10 +225,18 @@ class Scales:
             chain, tokens = ticket.job.chain, ticket.job.tokens
             found = self._index.lookup(chain, _HOLDERS)
             # The last token is always computed: its logits are wanted. A thousand workers may hold the same few lengths.
-            held = {blocks: min(int(blocks * chain.block_tokens), tokens - 1) for blocks in set(found.values())}
-            ticket.hits = Hits({address: held[blocks] for address, blocks in found.items()})
+            size, most = chain.block_tokens, tokens - 1
+            if len(found) <= _FEW:
+                ticket.hits = Hits({address: min(int(blocks * size), most) for address, blocks in found.items()})
+            else:
+                held = {blocks: min(int(blocks * size), most) for blocks in set(found.values())}
+                ticket.hits = Hits({address: held[blocks] for address, blocks in found.items()})
             ticket.warmest = ticket.stuck = None
         return ticket.hits
+
+
+def _most_first(side: PrefillSide) -> tuple[int, str]:
+    return -side[1], side[0].address
 
 
 class View:

@@ -10,6 +10,7 @@ from extproc.routing.job import Job
 from extproc.routing.picker import Hits
 from extproc.routing.pool import Claim, Endpoint
 from extproc.routing.queue import Fit, Waiting
+from extproc.routing.weighing import Weighed
 
 
 class RejectedError(Exception):
@@ -39,7 +40,6 @@ class Ticket:
         "decode",
         "decode_claim",
         "decode_holds",
-        "decodes_weighed",
         "error",
         "hits",
         "job",
@@ -51,6 +51,7 @@ class Ticket:
         "undecided",
         "waiting",
         "warmest",
+        "weighed",
         "whole_reason",
     )
 
@@ -78,8 +79,8 @@ class Ticket:
         self.warmest: Warmest | None = None
         self.stuck: Stuck | None = None
         """Why it could not go when it was last weighed; None if it is to be weighed."""
-        self.decodes_weighed: tuple[float, list[Endpoint]] | None = None
-        """When it was decided whether to hand it over, and the decode workers that were weighed for that."""
+        self.weighed: Weighed | None = None
+        """To decide whether it is handed over."""
 
 
 class Stuck(NamedTuple):

@@ -241,7 +241,7 @@ def test_whoever_gives_the_router_more_to_know_meets_this_test() -> None:
     """Every attribute below is in a snapshot, follows from what is, or does not matter to a decision."""
     assert set(Ticket.__slots__) <= {
         *(
-            "decodes_weighed",
+            "weighed",
             "hits",
             "warmest",
             "candidates",
