@@ -395,6 +395,7 @@ def _log_entry(key: str, served: str) -> accesslog_pb2.HTTPAccessLogEntry:
     common.upstream_remote_address.socket_address.address = host[0]
     common.upstream_remote_address.socket_address.port_value = int(host[2])
     common.duration.seconds = 7
+    common.response_flags.SetInParent()  # Envoy always does, though mostly none is set
     tags = common.metadata.filter_metadata[TAGS_NAMESPACE].fields
     for name, value in (("model", _MODEL), ("policy", "chat"), ("mode", "disaggregate"), ("tenant", "team-1"), ("id", key)):
         tags[name].string_value = value

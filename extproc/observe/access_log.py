@@ -243,5 +243,5 @@ def names(prefix: str) -> Iterator[str]:
 
 def _foreign(line: Line) -> Tags:
     """Labels of a request that this process does not know: names from outside, so only those of a fixed set are kept."""
-    mode = line.tags.get("mode")
+    mode = line.mode
     return Tags(OTHER, OTHER, mode if mode in ("disaggregate", "aggregate") else "none")  # type: ignore[arg-type]

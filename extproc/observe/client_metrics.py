@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -32,10 +33,22 @@ RATIOS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0, 1
 GENERATION_SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 45.0, 60.0, 120.0, 300.0, 600.0)
 
 
+_MOST_KINDS = 1_000
+
+
+class Streams(NamedTuple):
+    """Observes the times of streamed answers, in seconds, under the labels of one kind of request."""
+
+    ttft: Callable[[float], None]
+    generation: Callable[[float], None]
+    mean_itl: Callable[[float], None]
+
+
 class ClientMetrics:
     """Those that come from Envoy's access log, and from streams that are watched."""
 
     def __init__(self, make: Maker) -> None:
+        self._streams: dict[Tags, Streams] = {}
         make.topic("What clients see")
         make.describe(IN_FLIGHT, "gauge", _LABELS, IN_FLIGHT_MEANING)
         self.requests = make.tally(
@@ -115,6 +128,17 @@ class ClientMetrics:
             "baton_access_log_streams", "Threads of Envoy that are connected to the access log service"
         )
 
+    def streams(self, kind: Tags) -> Streams:
+        """What takes the times of streamed answers of one kind of request."""
+        found = self._streams.get(kind)
+        if found is None:
+            if len(self._streams) >= _MOST_KINDS:
+                self._streams.clear()
+            labels = (kind.model, kind.policy, kind.mode)
+            spreads = (self.ttft_seconds, self.generation_seconds, self.mean_itl_seconds)
+            found = self._streams[kind] = Streams(*(spread.child(*labels) for spread in spreads))
+        return found
+
     def judge(self, line: Line, note: Note) -> None:
         """Whether a prompt was served as promised."""
         promise, tags = note.promise, note.tags
@@ -123,12 +147,13 @@ class ClientMetrics:
         verdict = promise.kept(line)
         if verdict is not None:
             self.slo_requests.inc(tags.model, tags.policy, tags.mode, verdict)
-        expected_s = sum(promise.expected_s)
-        as_decided = promise.mode == tags.mode  # not after a prefill that failed
+        expected_s, mode = sum(promise.expected_s), tags.mode
+        as_decided = promise.mode == mode  # not after a prefill that failed
         if expected_s > 0 and as_decided and line.streamed and line.ttft_s is not None and line.status < 400:
-            self.ttft_actual_to_predicted.observe(line.ttft_s / expected_s, tags.mode)
+            self.ttft_actual_to_predicted.observe(line.ttft_s / expected_s, mode)
+            add = self.ttft_predicted_seconds.inc
             for part, seconds in zip(PARTS, promise.expected_s, strict=True):
-                self.ttft_predicted_seconds.inc(tags.mode, part, by=seconds)
+                add(mode, part, by=seconds)
 
     def add_gaps(self, tags: Tags, gaps: Mapping[int, int], total_s: float) -> None:
         """The times between the tokens of one answer, as counts in the buckets of :mod:`extproc.observe.quantiles`."""

@@ -20,6 +20,8 @@ STREAM_TYPE: Final = "text/event-stream"
 
 ID_KEY: Final = "id"
 """In the metadata: by which the filter knows the request again."""
+MODE_KEY: Final = "mode"
+"""In the metadata: how it is served."""
 
 Outcome = Literal[
     "ok",
@@ -69,8 +71,8 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
     key: str
     """The filter's own name of the request; empty: no filter has seen it."""
     request_id: str
-    tags: dict[str, str]
-    """How it was served, as the filter noted it for Envoy."""
+    mode: str
+    """How it was served, as the filter noted it for Envoy; empty: no filter did."""
     status: int
     """That the client got; 0: none."""
     flags: tuple[str, ...]
@@ -112,29 +114,31 @@ def lines(message: als_pb2.StreamAccessLogsMessage) -> Iterator[Line]:
 
 
 def _line(entry: Any) -> Line:
+    # Each attribute of a message is a call into its library, so nothing is read twice, or without need.
     common, request, response = entry.common_properties, entry.request, entry.response
-    metadata = common.metadata.filter_metadata
-    tags = _strings(metadata[TAGS_NAMESPACE].fields) if TAGS_NAMESPACE in metadata else {}
+    metadata, times, duration = common.metadata.filter_metadata, common.custom_tags, common.duration
+    tags = metadata[TAGS_NAMESPACE].fields if TAGS_NAMESPACE in metadata else {}
     usage = metadata[USAGE_NAMESPACE].fields if USAGE_NAMESPACE in metadata else {}
     status = response.response_code.value
     details = response.response_code_details
-    flags = common.response_flags if common.HasField("response_flags") else None  # mostly nothing went wrong
-    found = [row for row in _FLAGS if getattr(flags, row[0])] if flags is not None else []
+    found: list[tuple[str, str, Outcome]] = []
+    if common.HasField("response_flags") and (flags := common.response_flags).ByteSize():  # mostly nothing went wrong
+        found = [row for row in _FLAGS if getattr(flags, row[0])]
     return Line(
-        key=tags.pop(ID_KEY, ""),
+        key=_text(tags, ID_KEY),
         request_id=request.request_id[:_ID_CHARS],  # a client may have chosen it
-        tags=tags,
+        mode=_text(tags, MODE_KEY),
         status=status,
-        flags=tuple(row[1] for row in found),
+        flags=tuple([row[1] for row in found]) if found else (),
         outcome=found[0][2] if found else _outcome(status, details),
         details=details,
         upstream=_address(common.upstream_remote_address),
         streamed=response.response_headers.get("content-type", "").startswith(STREAM_TYPE),
-        duration_s=common.duration.seconds + common.duration.nanos / 1e9,
-        ttft_s=_microseconds(common.custom_tags.get(TTFT_TAG, "")),
-        generation_s=_microseconds(common.custom_tags.get(GENERATION_TAG, "")),
-        prompt_tokens=_count(usage, "prompt_tokens"),
-        completion_tokens=_count(usage, "completion_tokens"),
+        duration_s=duration.seconds + duration.nanos / 1e9,
+        ttft_s=_microseconds(times.get(TTFT_TAG, "")),
+        generation_s=_microseconds(times.get(GENERATION_TAG, "")),
+        prompt_tokens=_count(usage, "prompt_tokens") if usage else None,
+        completion_tokens=_count(usage, "completion_tokens") if usage else None,
         received_bytes=request.request_body_bytes,
         sent_bytes=response.response_body_bytes,
     )
@@ -153,8 +157,9 @@ def _outcome(status: int, details: str) -> Outcome:
     return "worker_error" if status >= 500 else "client_error"
 
 
-def _strings(fields: Any) -> dict[str, str]:
-    return {key: fields[key].string_value for key in fields}
+def _text(fields: Any, key: str) -> str:
+    value = fields.get(key)
+    return value.string_value if value is not None else ""
 
 
 def _address(address: Any) -> str:
@@ -167,4 +172,5 @@ def _microseconds(text: str) -> float | None:
 
 
 def _count(fields: Any, key: str) -> int | None:
-    return int(fields[key].number_value) if key in fields else None
+    value = fields.get(key)
+    return int(value.number_value) if value is not None else None

@@ -145,10 +145,9 @@ class Observer:
 
     def _on_line(self, line: Line, note: Note) -> None:
         clients, kind = self._metrics.clients, _kind_of(note.tags)
-        labels = (kind.model, kind.policy, kind.mode)
         clients.log_lines.inc()
         self._ended.append((line, note.tags))
-        clients.requests.inc(*labels, line.outcome)
+        clients.requests.inc(kind.model, kind.policy, kind.mode, line.outcome)
         clients.judge(line, note)
         if line.status < 400:
             self._note_prompt(note, line.prompt_tokens)
@@ -156,13 +155,14 @@ class Observer:
             self._metrics.accounts.note_completion(kind.model, note.tags.tenant, line.completion_tokens)
         if not line.streamed or line.ttft_s is None or line.status >= 400:
             return
-        clients.ttft_seconds.observe(line.ttft_s, *labels)
+        streams = clients.streams(kind)
+        streams.ttft(line.ttft_s)
         whole = line.outcome == "ok"
         generation_s, mean_itl_s = (line.generation_s, line.mean_itl_s) if whole else (None, None)
         if generation_s is not None:
-            clients.generation_seconds.observe(generation_s, *labels)
+            streams.generation(generation_s)
         if mean_itl_s is not None:
-            clients.mean_itl_seconds.observe(mean_itl_s, *labels)
+            streams.mean_itl(mean_itl_s)
         self.times.answered(kind, ttft_s=line.ttft_s, generation_s=generation_s, mean_itl_s=mean_itl_s)
 
     def _on_lost(self, note: Note) -> None:

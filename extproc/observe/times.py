@@ -40,11 +40,13 @@ class Times:
         """A streamed answer is over. None: not known."""
         slot = self._slot(tags)
         slot.answers += 1
-        for kind, value in (("ttft", ttft_s), ("generation", generation_s), ("mean_itl", mean_itl_s)):
-            if value is not None:
-                counts = slot.counts[kind]
-                bucket = bucket_of(value)
-                counts[bucket] = counts.get(bucket, 0) + 1
+        counts = slot.counts
+        if ttft_s is not None:
+            _add(counts["ttft"], ttft_s)
+        if generation_s is not None:
+            _add(counts["generation"], generation_s)
+        if mean_itl_s is not None:
+            _add(counts["mean_itl"], mean_itl_s)
 
     def watched(self, tags: Tags, gaps: Mapping[int, int]) -> None:
         """The times between the tokens of one answer, as counts."""
@@ -93,6 +95,11 @@ class _Slot(msgspec.Struct):
     number: int
     answers: int = 0
     counts: dict[str, Counts] = msgspec.field(default_factory=lambda: {kind: {} for kind in _KINDS})
+
+
+def _add(counts: Counts, seconds: float) -> None:
+    bucket = bucket_of(seconds)
+    counts[bucket] = counts.get(bucket, 0) + 1
 
 
 def _summary(slots: Iterable[_Slot]) -> dict[str, Any]:

@@ -66,8 +66,9 @@ def test_what_envoy_does_not_know_is_none() -> None:
     del made.common_properties.metadata.filter_metadata["baton.usage"]
     del made.common_properties.metadata.filter_metadata["baton"]
     made.common_properties.ClearField("upstream_remote_address")
+    made.common_properties.response_flags.SetInParent()  # Envoy sends it, with nothing set
     found = line(made)
-    assert (found.key, found.tags, found.upstream) == ("", {}, "")
+    assert (found.key, found.mode, found.upstream, found.flags) == ("", "", "", ())
     assert (found.ttft_s, found.generation_s, found.completion_tokens, found.mean_itl_s) == (None,) * 4
 
 

@@ -24,7 +24,7 @@ def a_line(key: str) -> Line:
     return Line(
         key=key,
         request_id="r",
-        tags={},
+        mode="",
         status=200,
         flags=(),
         outcome="ok",

@@ -18,7 +18,7 @@ def line(**fields: Any) -> Line:
     told: dict[str, Any] = {
         "key": "a",
         "request_id": "b",
-        "tags": {},
+        "mode": "",
         "status": 200,
         "flags": (),
         "outcome": "ok",
