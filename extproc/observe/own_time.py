@@ -44,17 +44,24 @@ class OwnTime:
     @types.coroutine
     def of(self, work: Coroutine[Any, Any, T]) -> Generator[Any, Any, T]:
         """Await ``work``, and take its time. What it awaits counts too, unless that is a task of its own."""
-        step, given = work.send, None
+        clock, spent_s, send = self._clock, self.spent_s, work.send
+        step, given = send, None
         while True:
-            self._since_s = self._clock()
+            self._since_s = clock()
             try:
                 waits_for = step(given)
             except StopIteration as end:
-                return end.value  # type: ignore[no-any-return]
-            finally:
-                self.spent_s[self._phase] += self._clock() - self._since_s
+                spent_s[self._phase] += clock() - self._since_s
                 given = None  # an exception would hold this frame, which would hold the exception
+                return end.value  # type: ignore[no-any-return]
+            except BaseException:
+                spent_s[self._phase] += clock() - self._since_s
+                given = None
+                raise
+            spent_s[self._phase] += clock() - self._since_s
+            given = None
             try:
-                step, given = work.send, (yield waits_for)
+                given = yield waits_for
+                step = send
             except BaseException as thrown:  # all of it is the work's business: cancellation too
                 step, given = work.throw, thrown
