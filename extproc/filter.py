@@ -73,6 +73,7 @@ class Filter:
         self._parts = parts
         self._request_log = parts.request_log or RequestLog(parts.log)
         self._phases = [parts.metrics.filter_phase_seconds.child(phase) for phase in PHASES]
+        self._own = parts.metrics.filter_seconds.child()
         self.open_streams = 0
         self.held_bytes = 0
 
@@ -309,10 +310,12 @@ class Filter:
             self._parts.recent.answered(record.status)
         labels = journey.labels or journey.tags("none")
         metrics.requests.inc(how, labels.model, labels.policy, labels.mode, record.outcome or "cancelled")
+        own_s = 0.0
         for observe, spent_s in zip(self._phases, journey.own.spent_s, strict=True):
             if spent_s:
+                own_s += spent_s
                 observe(spent_s)
-        metrics.filter_seconds.observe(sum(journey.own.spent_s))
+        self._own(own_s)
         if journey.computed and journey.job is not None and not journey.estimated:
             tokens = journey.job.tokens if record.tokens is None else record.tokens
             metrics.accounts.note_prompt(labels.model, labels.tenant, tokens, record.reported_cached_tokens)

@@ -67,14 +67,18 @@ class Tally:
 
     def inc(self, *labels: str, by: float = 1.0) -> None:
         """Count ``by`` more under these label values, in the order of the names."""
+        try:
+            self._values[labels] += by
+        except KeyError:
+            self._new(labels, by)
+
+    def _new(self, labels: tuple[str, ...], by: float) -> None:
         values = self._values
-        if labels not in values:
-            if len(labels) != len(self._labels):
-                raise ValueError(f"{self._name}: labels {labels} for {self._labels}")
-            if len(values) >= self._limit:
-                labels = (OTHER,) * len(labels)
-            values.setdefault(labels, 0.0)
-        values[labels] += by
+        if len(labels) != len(self._labels):
+            raise ValueError(f"{self._name}: labels {labels} for {self._labels}")
+        if len(values) >= self._limit:
+            labels = (OTHER,) * len(labels)
+        values[labels] = values.get(labels, 0.0) + by
 
     def value(self, *labels: str) -> float:
         """What was counted under them."""
