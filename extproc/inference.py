@@ -83,6 +83,9 @@ LEGS: Mapping[Treatment, Leg] = {
     ),
 }
 
+_SETS = {api: {key: msgspec.Raw(value) for key, value in leg.sets.items()} for api, leg in LEGS.items()}
+_ONE = msgspec.Raw(b"1")
+
 _TOKEN_IDS_BACK = (Treatment.CHAT, Treatment.COMPLETIONS)
 """APIs whose prefill returns the prompt's token ids, and whose decode takes them."""
 
@@ -141,8 +144,8 @@ class InferenceRequest(msgspec.Struct, frozen=True):
         cap = next((name for name in leg.caps if self._given(name)), leg.caps[-1])
         for name in leg.caps:
             fields.pop(name, None)  # a second spelling left in would win or contradict
-        for key, value in {cap: b"1", **leg.sets}.items():
-            fields[key] = msgspec.Raw(value)
+        fields[cap] = _ONE
+        fields.update(_SETS[self.treatment])
         if return_token_ids and self.treatment in _TOKEN_IDS_BACK:
             fields["return_token_ids"] = msgspec.Raw(b"true")
         fields["kv_transfer_params"] = msgspec.Raw(kv_transfer_params)
@@ -150,9 +153,9 @@ class InferenceRequest(msgspec.Struct, frozen=True):
 
     def whole_reason(self) -> str | None:
         """Why this request cannot be handed over, or None if it can."""
-        for key, rule in WHOLE_RULES:
-            value = self.fields.get(key)
-            if value is not None and self.treatment in rule.apis and rule.applies(memoryview(value)):
+        fields = self.fields
+        for key, rule in _RULES[self.treatment]:
+            if key in fields and rule.applies(memoryview(fields[key])):
                 return rule.reason
         return None
 
@@ -284,6 +287,8 @@ WHOLE_RULES: tuple[tuple[str, WholeRule], ...] = (
     ("max_tokens", WholeRule("one_token", _one, _CAPPED)),
     ("max_output_tokens", WholeRule("one_token", _one, _RESPONSES)),
 )
+
+_RULES = {api: tuple((key, rule) for key, rule in WHOLE_RULES if api in rule.apis) for api in Treatment}
 
 
 def parse(body: bytes, treatment: Treatment) -> InferenceRequest:

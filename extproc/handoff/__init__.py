@@ -68,21 +68,21 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True):
 
         What the connector does not know is left out.
         """
-        texts = {"prefill": self.prefill, "engine": self.engine_id, "request": self.request_id}
-        numbers = {"blocks": self.blocks, "tokens": self.tokens}
-        return ";".join(
-            (
-                self.connector,
-                *(f"{key}={_quoted(text)}" for key, text in texts.items() if text is not None),
-                *(f"{key}={number}" for key, number in numbers.items() if number is not None),
-            )
-        )
+        parts = [self.connector]
+        for key, text in (("prefill", self.prefill), ("engine", self.engine_id), ("request", self.request_id)):
+            if text is not None:
+                parts.append(f"{key}={_quoted(text)}")
+        for key, number in (("blocks", self.blocks), ("tokens", self.tokens)):
+            if number is not None:
+                parts.append(f"{key}={number}")
+        return ";".join(parts)
 
 
 def _quoted(text: str) -> str:
     """A structured-field string: printable ASCII, quotes and backslashes escaped, what else there is replaced."""
-    ascii_text = "".join(char if " " <= char <= "~" else "?" for char in text)
-    return '"' + ascii_text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    if not (text.isascii() and text.isprintable()):
+        text = "".join(char if " " <= char <= "~" else "?" for char in text)
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 class Connector(Protocol):
