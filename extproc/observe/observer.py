@@ -72,7 +72,13 @@ class Observer:
             expected=config.envoy.access_log, told=self._on_line, on_lost=self._on_lost, log=log, clock=clock
         )
         self.watcher = (
-            Watcher(config.watch_listen, max_streams=config.observe.max_streams, told=self._on_sighting, log=log)
+            Watcher(
+                config.watch_listen,
+                max_streams=config.observe.max_streams,
+                transport=config.transport,
+                told=self._on_sighting,
+                log=log,
+            )
             if config.watches
             else None
         )

@@ -12,8 +12,6 @@ import sys
 import time
 from typing import Any, Final
 
-import grpc
-import grpc.aio
 import msgspec
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 
@@ -22,12 +20,16 @@ from extproc.observe.events import EventReader
 from extproc.observe.log_lines import ID_KEY
 from extproc.observe.quantiles import Counts, bucket_of
 from extproc.observe.sighting import Sighting
+from extproc.transport.call import Call
+from extproc.transport.choose import Kind, make_server
 
 SERVICE: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
 
 # A write of so much to a pipe is whole, or does not happen.
 _PIPE_BYTES = 4096
 _SPARE_STREAMS = 64
+_MESSAGE_BYTES = 4 << 20
+"""More than Envoy reads from a worker at once."""
 _GRACE_S = 1.0
 
 
@@ -79,14 +81,12 @@ class Watch:
         )
 
 
-async def _serve(_: Any, context: Any) -> None:
+async def _serve(call: Call) -> None:
     watch, key, whole = Watch(), "", False
     try:
-        while True:
-            message = await context.read()
+        while not whole and (data := await call.receive()) is not None:
             now_s = time.perf_counter()
-            if message is grpc.aio.EOF:
-                break
+            message = pb.ProcessingRequest.FromString(data)
             kind = message.WhichOneof("request")
             if kind == "response_body":
                 watch.chunk(message.response_body.body, now_s)
@@ -96,10 +96,6 @@ async def _serve(_: Any, context: Any) -> None:
                 whole = message.response_headers.end_of_stream
             elif kind == "response_trailers":
                 whole = True
-            if whole:
-                break
-    except grpc.aio.BaseError:
-        pass  # Envoy is gone
     finally:
         # Also where the call is cancelled, which is how Envoy ends it for a client that left.
         if key:
@@ -125,24 +121,11 @@ def _tell(sighting: Sighting) -> None:
         return
 
 
-async def watch_streams(listen: str, max_streams: int) -> None:
+async def watch_streams(listen: str, max_streams: int, transport: Kind) -> None:
     """Serve until standard input ends. Raises RuntimeError if the address cannot be used."""
     os.set_blocking(sys.stdout.fileno(), False)
-    server = grpc.aio.server(
-        maximum_concurrent_rpcs=max_streams + _SPARE_STREAMS,
-        options=[
-            ("grpc.so_reuseport", 0),
-            ("grpc.http2.min_recv_ping_interval_without_data_ms", 0),
-            ("grpc.http2.max_ping_strikes", 0),
-            ("grpc.keepalive_permit_without_calls", 1),
-        ],
-    )
-    handler = grpc.stream_stream_rpc_method_handler(
-        _serve,
-        request_deserializer=pb.ProcessingRequest.FromString,
-        response_serializer=pb.ProcessingResponse.SerializeToString,
-    )
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"Process": handler}),))
+    server = make_server(transport, max_message_bytes=_MESSAGE_BYTES, max_streams=max_streams + _SPARE_STREAMS)
+    server.serve(f"/{SERVICE}/Process", _serve)
     server.add_insecure_port(listen)
     await server.start()
     over = asyncio.Event()
@@ -153,12 +136,12 @@ async def watch_streams(listen: str, max_streams: int) -> None:
 
 
 def main() -> None:
-    """``python -m extproc.observe.stream_watch LISTEN MAX_STREAMS``; started by the filter, not by people."""
+    """``python -m extproc.observe.stream_watch LISTEN MAX_STREAMS TRANSPORT``; started by the filter, not by people."""
     import uvloop
 
-    listen, max_streams = sys.argv[1:]
+    listen, max_streams, transport = sys.argv[1:]
     try:
-        uvloop.run(watch_streams(listen, int(max_streams)))
+        uvloop.run(watch_streams(listen, int(max_streams), "lean" if transport == "lean" else "grpc"))
     except RuntimeError as error:
         sys.exit(f"observe.listen: {listen}: {error}")
 

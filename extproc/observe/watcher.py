@@ -12,6 +12,7 @@ import msgspec
 
 from extproc.observe.logs import Logger
 from extproc.observe.sighting import Sighting
+from extproc.transport.choose import Kind
 
 _FIRST_PAUSE_S: Final = 1.0
 _LONGEST_PAUSE_S: Final = 30.0
@@ -24,8 +25,11 @@ _decode = msgspec.json.Decoder(Sighting).decode
 class Watcher:
     """Runs the process, starts it again if it dies, and hands on what it says."""
 
-    def __init__(self, listen: str, *, max_streams: int, told: Callable[[Sighting], None], log: Logger) -> None:
+    def __init__(
+        self, listen: str, *, max_streams: int, transport: Kind, told: Callable[[Sighting], None], log: Logger
+    ) -> None:
         self._listen = listen
+        self._transport = transport
         self._max_streams = max_streams
         self._told = told
         self._log = log
@@ -95,7 +99,7 @@ class Watcher:
         return status
 
     def _start(self) -> subprocess.Popen[bytes]:
-        module = ("-m", "extproc.observe.stream_watch", self._listen, str(self._max_streams))
+        module = ("-m", "extproc.observe.stream_watch", self._listen, str(self._max_streams), self._transport)
         return subprocess.Popen(
             (sys.executable, *module),
             stdin=subprocess.PIPE,
