@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.decision import POLICIES, Clock, dispatcher_of, jobs_of, one
 from bench.phases import main, measure, sum_us
 
 
@@ -34,3 +35,14 @@ def test_what_cannot_be_measured_is_refused(arguments: list[str], said: str, cap
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_every_kind_of_decision_is_measured_alone_and_goes_the_way_that_its_name_says() -> None:
+    for name, aims in POLICIES.items():
+        now = Clock()
+        dispatcher, jobs = dispatcher_of(2, now), jobs_of(aims)
+        cost = one(dispatcher, [next(jobs) for _ in range(20)], now)
+        assert 0 < cost.submit_us < cost.cycle_us, name
+        decisions = [each["decision"] for each in dispatcher.noted(20)]
+        assert len(decisions) == 20 and all(each.queued_s == 0 for each in decisions), f"{name}: nobody waits"
+        assert all((each.prefill is None) == name.endswith("whole") for each in decisions), name
