@@ -150,7 +150,7 @@ class Prefiller:
                 )
                 if error.code not in _ANOTHER_MAY_DO or len(tried) >= ask.retries:
                     raise
-                failure = error
+                failure = error.with_traceback(None)  # which refers to this frame
                 tried.append(endpoint.address)
 
     async def attempt(self, ask: Ask, ticket: Ticket, pair: Pair, over: asyncio.Future[Any] | None = None) -> Prefilled:
@@ -202,6 +202,8 @@ class Prefiller:
         except BaseException:
             self._drop(call, pair, late=over is not None)
             raise
+        finally:
+            del call  # as in _reply
         since_s = max(sent_s, self._pulse.not_before())
         try:
             handoff = self._connector.accept(reply, pair)
@@ -261,14 +263,17 @@ async def _reply(call: asyncio.Future[bytes], timeout_s: float, over: asyncio.Fu
 
     Raises RequestOverError, ApiError (``prefill_timeout``, and those of the call), RelayedError.
     """
-    if over is None:
-        await first_of(call, timeout_s=timeout_s)
-    else:
-        await first_of(call, over, timeout_s=timeout_s)
-        if over.done():
-            raise RequestOverError
-    if not call.done():
-        await last_chance(call)
-    if call.done():
-        return call.result()
-    raise ApiError("prefill_timeout", f"the prefill worker did not answer within {timeout_s:.3g} s")
+    try:
+        if over is None:
+            await first_of(call, timeout_s=timeout_s)
+        else:
+            await first_of(call, over, timeout_s=timeout_s)
+            if over.done():
+                raise RequestOverError
+        if not call.done():
+            await last_chance(call)
+        if call.done():
+            return call.result()
+        raise ApiError("prefill_timeout", f"the prefill worker did not answer within {timeout_s:.3g} s")
+    finally:
+        del call  # its error would refer to itself through this frame, and stay until the garbage collector comes

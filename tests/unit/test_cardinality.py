@@ -72,9 +72,14 @@ REPLY = msgspec.json.encode(
 class Client:
     """Prefill workers, all of which answer at once."""
 
+    fault: Exception | None = None
+
     def call(self, *_: object) -> asyncio.Future[bytes]:
         reply = asyncio.get_running_loop().create_future()
-        reply.set_result(REPLY)
+        if self.fault is None:
+            reply.set_result(REPLY)
+        else:
+            reply.set_exception(self.fault.with_traceback(None))
         return reply
 
 
@@ -112,6 +117,7 @@ class World:
     def __init__(self) -> None:
         self.config = msgspec.convert(CONFIG, Config)
         log = make_logger("critical", io.StringIO())
+        self.client = Client()
         self.metrics = metrics = Metrics()
         self.pool = Pool(EndpointSet())
         connector, sizes = choose_connector(self.config.handoff), BytesPerToken()
@@ -142,7 +148,7 @@ class World:
                 bytes_per_token=sizes,
                 connector=connector,
                 prefiller=Prefiller(
-                    client=Client(),  # type: ignore[arg-type]
+                    client=self.client,  # type: ignore[arg-type]
                     dispatcher=dispatcher,
                     connector=connector,
                     settings=self.config.prefill,

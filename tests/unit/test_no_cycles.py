@@ -8,7 +8,9 @@ import random
 from collections import Counter
 
 from bench.phases_world import Sent, World, prompts
+from extproc.errors import ApiError
 from extproc.observe.own_time import OwnTime
+from tests.unit import test_cardinality as cardinality
 
 
 def garbage(kinds: set[str]) -> Counter[str]:
@@ -31,6 +33,21 @@ def test_a_request_with_a_handoff_leaves_no_cycle() -> None:
         for number in range(1, 30):
             world.serve(Sent(number, next(bodies)), lambda _phase, work: work())
         assert not garbage({"Journey", "Record", "Ticket", "Job", "Chain", "Claim", "Note"})
+    finally:
+        gc.enable()
+
+
+async def test_a_request_whose_prefills_fail_leaves_no_cycle() -> None:
+    world = cardinality.World()
+    world.workers(prefill=["10.0.0.1:1", "10.0.0.3:1"], decode=["10.0.0.2:1"])
+    world.client.fault = ApiError("prefill_unreachable", "no")
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(5):
+            await world.ask()
+        assert world.value("baton_fallbacks_total{") > 0  # it was tried again
+        assert not garbage({"ApiError", "Journey", "Ticket", "_asyncio.Future", "Future"})
     finally:
         gc.enable()
 
