@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -72,14 +73,14 @@ REPLY = msgspec.json.encode(
 class Client:
     """Prefill workers, all of which answer at once."""
 
-    fault: Exception | None = None
+    fault: Callable[[], Exception] | None = None
 
     def call(self, *_: object) -> asyncio.Future[bytes]:
         reply = asyncio.get_running_loop().create_future()
         if self.fault is None:
             reply.set_result(REPLY)
         else:
-            reply.set_exception(self.fault.with_traceback(None))
+            reply.set_exception(self.fault())
         return reply
 
 

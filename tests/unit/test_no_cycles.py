@@ -40,7 +40,7 @@ def test_a_request_with_a_handoff_leaves_no_cycle() -> None:
 async def test_a_request_whose_prefills_fail_leaves_no_cycle() -> None:
     world = cardinality.World()
     world.workers(prefill=["10.0.0.1:1", "10.0.0.3:1"], decode=["10.0.0.2:1"])
-    world.client.fault = ApiError("prefill_unreachable", "no")
+    world.client.fault = lambda: ApiError("prefill_unreachable", "no")
     gc.collect()
     gc.disable()
     try:
