@@ -82,8 +82,9 @@ types: $(VENV)/installed $(VENV)/tools
 unit: $(VENV)/installed $(VENV)/tools $(BIN)/promtool  ## Unit tests: pure parts, configuration, processes. Seconds.
 	$(BIN)/pytest tests/unit
 
-stack: $(VENV)/installed $(BIN)/promtool  ## Real Envoy and the real filter, fake workers and the simulated engine. Some minutes.
-	$(BIN)/pytest tests/stack tests/chaos
+stack: $(VENV)/installed $(BIN)/promtool  ## Real Envoy and the real filter, fake workers and the simulated engine, on both transports. A quarter of an hour.
+	BATON_TEST_TRANSPORT=lean $(BIN)/pytest tests/stack tests/chaos
+	BATON_TEST_TRANSPORT=grpc $(BIN)/pytest tests/stack tests/chaos
 
 page: $(VENV)/installed $(VENV)/tools $(VENV)/browser  ## The live page in a real browser without a window. A minute.
 	$(BIN)/pytest tests/page

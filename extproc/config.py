@@ -366,8 +366,9 @@ class Config(_Section, frozen=True, kw_only=True):
     workers: Workers
     listen: str = "unix:/run/baton/extproc.sock"
     """The gRPC server that Envoy's ext_proc filter calls."""
-    transport: Literal["grpc", "lean"] = "grpc"
-    """What carries it. `grpc`: grpc.aio. `lean`: a small HTTP/2 server of our own, plaintext, for a fraction of the CPU."""
+    transport: Literal["grpc", "lean"] = "lean"
+    """What carries it. `lean`: a small HTTP/2 server of our own, for a tenth of the CPU. `grpc`: grpc.aio. Both are plaintext:
+    for a socket that Envoy shares, or a network of your own."""
     processes: int = 1
     """Processes that share the work, one core each; `baton serve --processes` says it too. With more than 1 they listen at
     `listen` and a suffix: `.0`, `.1` and so on after a path, and from the port upwards. See [operations](operations.md)."""

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import grpc.aio
 import msgspec
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
@@ -21,9 +20,11 @@ from extproc.envoy_config import DECODE_CLUSTER, PREFILL_CLUSTER
 from extproc.envoy_yaml import render
 from extproc.observe.logs import make_logger
 from extproc.stack import envoy_command, find_envoy
+from extproc.transport.choose import make_server
 from extproc.xds import write_endpoints
 from extproc.xds_server import EndpointServer
 from tests.stack.fake_worker import FakeWorker, decode_answer
+from tests.stack.harness import TRANSPORT
 from workers.process import Child
 from workers.ready import free_ports
 
@@ -49,6 +50,7 @@ class Gateway:
         tree = {
             "workers": {"both": [worker.address for worker in self.workers]},
             "listen": f"unix:{self.directory}/extproc.sock",
+            "transport": TRANSPORT,
             "envoy": settings,
         }
         self.config = msgspec.convert(tree, Config)
@@ -109,7 +111,7 @@ class Gateway:
         self.endpoints = EndpointServer(make_logger("critical"), on_nack=self._count_nack)
         if self._published:
             self.endpoints.publish(self._published)
-        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        self._server = make_server(self.config.transport, max_message_bytes=64 << 20, max_streams=1000)
         wire.register(self._server, self._handle)
         self.endpoints.register(self._server)
         healthy = health.aio.HealthServicer()

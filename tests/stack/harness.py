@@ -24,7 +24,7 @@ from workers.process import Child
 from workers.ready import free_ports
 
 READY_S = 20.0
-TRANSPORT = os.environ.get("BATON_TEST_TRANSPORT", "grpc")
+TRANSPORT = os.environ.get("BATON_TEST_TRANSPORT", "lean")
 BODY_MODE = os.environ.get("BATON_TEST_BODY_MODE", "buffered")
 """`make stack` runs the suite in more than one way."""
 
