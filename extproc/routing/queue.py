@@ -8,6 +8,7 @@ have waited longest. See docs/routing.md for what this is worth.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
 from typing import NamedTuple
@@ -100,7 +101,8 @@ class PrefillQueue:
     def __init__(self, settings: Routing) -> None:
         self._settings = settings
         self._bands: dict[int, dict[str, _Line]] = {}
-        self._all: dict[Waiting, None] = {}
+        # Ordered, because the first of a plain dict is found past all that was removed before it.
+        self._all: OrderedDict[Waiting, None] = OrderedDict()
         """In the order in which they came."""
         self._order: dict[int, tuple[dict[Waiting, None], dict[Waiting, None]]] = {}
         """Band -> the same, apart: those that can still meet their deadline, and those that are late."""
