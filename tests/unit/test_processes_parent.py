@@ -180,7 +180,7 @@ async def test_lines_of_several_processes_do_not_run_into_each_other(tmp_path: P
         os.kill(os.getpid(), signal.SIGKILL) if member["restarts"] == 0 and member["index"] == 0 else serve()
     """
     async with Run(tmp_path, program) as run:
-        found = await run.until("long", 600)
+        found = await run.until("long", 900)  # the one that is killed says its words twice
         for index in (0, 1):
             own = [line["number"] for line in found if line["index"] == index][:300]
             assert own == list(range(300)), "all of them, whole and in order"
