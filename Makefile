@@ -82,9 +82,13 @@ types: $(VENV)/installed $(VENV)/tools
 unit: $(VENV)/installed $(VENV)/tools $(BIN)/promtool  ## Unit tests: pure parts, configuration, processes. Seconds.
 	$(BIN)/pytest tests/unit
 
-stack: $(VENV)/installed $(BIN)/promtool  ## Real Envoy and the real filter, fake workers and the simulated engine, on both transports. A quarter of an hour.
-	BATON_TEST_TRANSPORT=lean $(BIN)/pytest tests/stack tests/chaos
-	BATON_TEST_TRANSPORT=grpc $(BIN)/pytest tests/stack tests/chaos
+# The way of a request, again on the other transport. All of it: make stack TRANSPORT=grpc.
+TRANSPORT ?= lean
+BY_REQUEST := $(addprefix tests/stack/test_,cases.py legs.py apis.py streams.py errors.py failover.py connectors.py observe.py known_sequence.py unseen.py)
+
+stack: $(VENV)/installed $(BIN)/promtool  ## Real Envoy and the real filter, fake workers and the simulated engine. A quarter of an hour.
+	BATON_TEST_TRANSPORT=$(TRANSPORT) $(BIN)/pytest tests/stack tests/chaos
+	BATON_TEST_TRANSPORT=$(if $(filter grpc,$(TRANSPORT)),lean,grpc) $(BIN)/pytest $(BY_REQUEST)
 
 page: $(VENV)/installed $(VENV)/tools $(VENV)/browser  ## The live page in a real browser without a window. A minute.
 	$(BIN)/pytest tests/page

@@ -117,7 +117,8 @@ async def _dispatch(
     unseen = None
     if may_be_unseen and journey.ticket is not None:
         tags[UNSEEN_KEY] = "1"
-        unseen = Unseen(journey.parts, journey.ticket, handoff, decode.address, journey.record.request_id)
+        journey.parts.dispatcher.unseen(journey.ticket)
+        unseen = Unseen(journey.parts, handoff, decode.address, journey.record.request_id)
         journey.observed.note.on_line = unseen.told
     mutation = wire.Mutation(
         set_headers={**handoff.headers, **journey.onward, KV_TRANSFER_HEADER: handoff.header()},

@@ -157,6 +157,14 @@ class Dispatcher:
         """The decode worker's answer began, or failed."""
         self.router.answered(ticket, self._clock(), ok=ok, pair_fault=pair_fault)
 
+    def routine(self, ticket: Ticket) -> bool:
+        """A good answer would say nothing new: its workers have met, and none has failed since."""
+        return self.router.routine(ticket)
+
+    def unseen(self, ticket: Ticket) -> None:
+        """It is handed over, and nobody will say that its answer is good. Only for what is :meth:`routine`."""
+        self.router.handing_over(ticket)
+
     def finish(self, ticket: Ticket) -> None:
         """The request is over. Idempotent."""
         self._waiting.pop(ticket, None)

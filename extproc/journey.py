@@ -258,10 +258,9 @@ class Journey:
     def may_be_unseen(self) -> bool:
         """Nothing in a good answer would be of use here, and what became of the request will be told."""
         ticket, parts = self.ticket, self.parts
-        if ticket is None or ticket.decode is None or self.trace is not None or self.answer_headers:
+        if ticket is None or self.trace is not None or self.answer_headers:
             return False
-        # A worker that failed lately is watched closely.
-        return parts.config.unseen_answers and parts.observer.access_log.reliable and not ticket.decode.decode.failures
+        return parts.config.unseen_answers and parts.observer.access_log.reliable and parts.dispatcher.routine(ticket)
 
     def marks(self, mode: Mode) -> dict[str, str]:
         """The same, and the request's name, for Envoy to note."""

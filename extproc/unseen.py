@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from extproc.handoff import Handoff
 from extproc.observe.log_lines import Line
-from extproc.routing.ticket import Ticket
 
 if TYPE_CHECKING:
     from extproc.journey import Parts
@@ -18,12 +17,11 @@ if TYPE_CHECKING:
 class Unseen:
     """Waits for the line. It does not refer to the request itself, which may be over and gone by then."""
 
-    __slots__ = ("_chosen", "_handoff", "_parts", "_put_off", "_request_id", "_ticket", "answered")
+    __slots__ = ("_chosen", "_handoff", "_parts", "_put_off", "_request_id", "answered")
 
-    def __init__(self, parts: Parts, ticket: Ticket, handoff: Handoff, chosen: str, request_id: str) -> None:
+    def __init__(self, parts: Parts, handoff: Handoff, chosen: str, request_id: str) -> None:
         """``chosen``: ``ip:port`` of the decode worker."""
         self._parts = parts
-        self._ticket = ticket
         self._handoff = handoff
         self._chosen = chosen
         self._request_id = request_id
@@ -42,8 +40,8 @@ class Unseen:
             self._parts.served_elsewhere(self._request_id, self._chosen, line.upstream)
         if self.answered or not line.upstream or not 0 < line.status < 400:
             return
+        # No word to the router: the line is late, and its worker may be a new one by now.
         self.answered = True
         self._parts.recent.answered(line.status)
-        self._parts.dispatcher.answered(self._ticket, ok=True)
         if self._put_off is not None:
             self._parts.releaser.never_mind(self._put_off)

@@ -231,6 +231,7 @@ class AccessLog:
         return {
             "state": state,
             "lines": self.received,
+            "awaited": self.awaited,
             "lost": self.lost,
             **({} if self.streams else {"without_it": "no TTFT, no ITL, no client that left during an answer"}),
         }

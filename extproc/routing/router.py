@@ -655,6 +655,20 @@ class Router:
             self.costs.pairs.failed(prefill.address, decode.address, now_s)
             self.told.parted(prefill.address, decode.address)
 
+    def routine(self, ticket: Ticket) -> bool:
+        """A handoff between two that have met, to a worker that has not failed lately."""
+        prefill, decode = ticket.prefill, ticket.decode
+        if prefill is None or decode is None or decode.decode.failures:
+            return False
+        return self.costs.pairs.met(prefill.address, decode.address)
+
+    def handing_over(self, ticket: Ticket) -> None:
+        """Blocks will go from one of its workers to the other: for whom the transfers count that the decode worker reports."""
+        prefill, decode = ticket.prefill, ticket.decode
+        if prefill is not None and decode is not None:
+            self.costs.handed_over(prefill.address, decode.address)
+            self.told.handed_over(prefill.address, decode.address)
+
     def finish(self, ticket: Ticket, now_s: float) -> None:
         """The request is over, whatever became of it: it leaves the queue, and all that it held is given back. Idempotent."""
         if ticket.state in (State.FINISHED, State.REJECTED):

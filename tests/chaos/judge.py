@@ -10,7 +10,7 @@ from typing import Any
 from extproc.errors import CODES
 from tests.cases import answers
 from tests.chaos.plan import Request
-from tests.chaos.world import LEASE_S, World
+from tests.chaos.world import LEASE_S, SETTINGS, World
 
 # The codes of Envoy's own replies (extproc/envoy_config.py).
 _ENVOYS = {"timeout": (504, 408), "filter_unavailable": (503,), "upstream_unavailable": (502, 503)}
@@ -187,7 +187,9 @@ def _excuse(world: World, sim: str, violation: dict[str, Any], ids: set[str], ar
     pinning = next((p for s in world.sims if (p := s.pinnings.get(violation["request_id"]))), None)
     outcome = world.outcomes.get(pinning.prompt) if pinning is not None else None
     stops = [trouble for trouble in world.troubles if trouble.kind == "filter stands still"]
-    if pinning is not None and any(stop.from_s < pinning.at_s + 0.2 and stop.to_s > at_s - 0.4 for stop in stops):
+    # Where the client left, its blocks may be given back after a delay: it stood still when that was over.
+    due_s = 0.2 if outcome is None or not outcome.left else 0.2 + SETTINGS["handoff"]["release_delay_s"]
+    if pinning is not None and any(stop.from_s < pinning.at_s + due_s and stop.to_s > at_s - 0.4 for stop in stops):
         return "leaked: the filter stood still as long as the lease"
     if pinning is None or outcome is None or came:
         return None

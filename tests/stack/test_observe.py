@@ -68,10 +68,7 @@ class Observed(SimStack):
         """The metrics, once every line of the log has come that is due."""
         async with asyncio.timeout(10):
             while True:
-                metrics = await self.metrics()
-                ended = sum(v for k, v in metrics.items() if k.startswith("baton_requests_total"))
-                if metrics["baton_access_log_lines_total"] >= ended and metrics["baton_streams"] == 0:
-                    # The page is written in turns: what stands at its start may be older than what made this hold.
+                if (await self.metrics())["baton_streams"] == 0 and (await self.health())["access_log"]["awaited"] == 0:
                     return await self.metrics()
                 await asyncio.sleep(0.05)
 
