@@ -12,6 +12,7 @@ So a stream holds at most two windows of what nobody took, and one message of th
 from __future__ import annotations
 
 import struct
+from abc import ABC, abstractmethod
 from collections import deque
 from typing import Final
 
@@ -22,7 +23,7 @@ PREFIX: Final = struct.Struct(">BI")
 """In front of each message: whether it is compressed, and its length."""
 
 
-class Inbox:
+class Inbox(ABC):
     """What came on a stream."""
 
     __slots__ = (
@@ -58,13 +59,13 @@ class Inbox:
 
     # -- for whoever is told -----------------------------------------------------------------------------------------------
 
+    @abstractmethod
     def arrived(self) -> None:
         """There is a message, where there was none."""
-        raise NotImplementedError
 
+    @abstractmethod
     def refuse(self, status: Status, text: str) -> None:
         """What came cannot be taken: the call is to end."""
-        raise NotImplementedError
 
     # -- from the stream ---------------------------------------------------------------------------------------------------
 
