@@ -13,6 +13,12 @@ KV_TRANSFER_HEADER: Final = "x-kv-transfer"
 PREFILLER_HEADER: Final = "x-prefiller-host-port"
 """llm-d's sidecar calls the prefill worker that stands here, ``ip:port``."""
 
+MODEL_HEADER: Final = "x-gateway-model-name"
+"""The model that serves the request, as gateways of the inference extension name it: what routes match on."""
+
+POOL_HEADER: Final = "x-baton-pool"
+"""The pool of the workers that serve the request: what Envoy's own routes match on."""
+
 LB_NAMESPACE: Final = "envoy.lb"
 """The dynamic-metadata namespace that Envoy's load balancer reads the destination from."""
 
@@ -48,8 +54,10 @@ ROUTING_HEADERS: Final[tuple[str, ...]] = (
     "x-data-parallel-host-port",
     "x-data-parallel-rank",
     "x-kv-cache-source-host-port",
+    MODEL_HEADER,
+    POOL_HEADER,
 )
-"""Headers with which a client could choose workers or sources of KV blocks. Only the filter may set them."""
+"""Headers with which a client could choose workers, pools or sources of KV blocks. Only the filter may set them."""
 
 DECISION_HEADER: Final = "x-baton-decision"
 """On an answer, where the policy wants it: which workers were chosen, and why."""

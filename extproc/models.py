@@ -92,7 +92,7 @@ class Names:
             return name
         if len(targets) == 1:
             return targets[0].model
-        return min(targets, key=lambda target: _lot(name, target, key)).model
+        return draw(name, {target.model: target.weight for target in targets}, key)
 
     def cards(self, served: Mapping[str, bytes]) -> dict[str, bytes]:
         """``served`` (name -> the JSON by which a worker describes the model), and a card for each alias of a served model.
@@ -128,10 +128,18 @@ def _targets(target: str | list[Target]) -> list[Target]:
     return [Target(model=target)] if isinstance(target, str) else target
 
 
-def _lot(name: str, target: Target, key: str) -> float:
+def draw(name: str, weights: Mapping[str, float], key: str) -> str:
+    """One of several (name -> weight, above 0): the same for the same ``key``. Where weights change, no more keys move than must.
+
+    ``name``: of what is drawn for, so that two draws for one key have nothing to do with each other.
+    """
+    return min(weights, key=lambda each: _lot(name, each, weights[each], key))
+
+
+def _lot(name: str, target: str, weight: float, key: str) -> float:
     """The target with the least lot gets the key: an exponential variate by hash, as long as the weight is small."""
-    drawn = xxhash.xxh3_64_intdigest(f"{name}\0{target.model}\0{key}".encode())
-    return -math.log((drawn + 1) / 2.0**64) / target.weight
+    drawn = xxhash.xxh3_64_intdigest(f"{name}\0{target}\0{key}".encode())
+    return -math.log((drawn + 1) / 2.0**64) / weight
 
 
 def _check_name(field: str, name: str) -> None:

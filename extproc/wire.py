@@ -94,6 +94,8 @@ class Mutation(msgspec.Struct, frozen=True):
     """``ip:port`` of the worker that gets the request: header and dynamic metadata alike."""
     tags: Mapping[str, str] = {}
     """How the request is served, for Envoy's statistics and logs: dynamic metadata, of which no peer sees anything."""
+    clear_route_cache: bool = False
+    """Have Envoy match its routes again, with the headers as they are then."""
     watch_answer: bool = False
     """Ask Envoy for the start of the answer, which it does not show by default. Only with the request's headers."""
 
@@ -191,6 +193,8 @@ def _served(request: Any) -> str | None:
 def headers_reply(mutation: Mutation) -> bytes:
     """The answer to RequestHeaders: go on, with these changes."""
     common = _mutated(mutation, mutation.set_headers)
+    if mutation.clear_route_cache:
+        common += _CLEAR_ROUTE_CACHE
     parts = [_field(_REQUEST_HEADERS, _field(_COMMON, common) if common else b"")]
     _add_metadata(parts, mutation)
     if mutation.watch_answer:
@@ -209,6 +213,8 @@ def body_reply(mutation: Mutation) -> bytes:
         size = len(mutation.body)
         inner = _BODY + _varint(size)
         common = [_mutated(mutation, headers), _BODY_MUTATION, _varint(len(inner) + size), inner, mutation.body]
+    if mutation.clear_route_cache:
+        common.append(_CLEAR_ROUTE_CACHE)
     size = sum(map(len, common))
     outer = _COMMON + _varint(size)
     parts = [_REQUEST_BODY, _varint(len(outer) + size), outer, *common]
@@ -286,6 +292,7 @@ _COMMON = _key(pb.HeadersResponse, "response")
 assert _key(pb.BodyResponse, "response") == _COMMON
 _HEADER_MUTATION = _key(pb.CommonResponse, "header_mutation")
 _BODY_MUTATION = _key(pb.CommonResponse, "body_mutation")
+_CLEAR_ROUTE_CACHE = pb.CommonResponse(clear_route_cache=True).SerializeToString()
 _SET_HEADER = _key(pb.HeaderMutation, "set_headers")
 _REMOVE_HEADER = _key(pb.HeaderMutation, "remove_headers")
 _HEADER = _key(base_pb2.HeaderValueOption, "header")
@@ -426,6 +433,7 @@ class Stream:
             remove_headers=before.remove_headers + change.remove_headers,
             destination=change.destination,
             tags=change.tags,
+            clear_route_cache=change.clear_route_cache,
         )
         await self.send(headers_reply(headers))
         for piece, last in _pieces(body if change.body is None else change.body):
