@@ -154,7 +154,13 @@ class Costs:
         if sequences >= (endpoint.max_seqs or self.settings.worker_max_seqs):
             return True
         size = endpoint.kv_tokens or self.settings.worker_kv_tokens
-        return endpoint.decode.tokens + tokens > self.settings.kv_headroom * size
+        return self.held_tokens(endpoint, now_s) + tokens > self.settings.kv_headroom * size
+
+    def held_tokens(self, endpoint: Endpoint, now_s: float) -> int:
+        """KV tokens taken on the decode worker: by ours, and by others as far as its last report is believed."""
+        leg = endpoint.decode
+        fresh = leg.external_tokens and now_s - leg.external_s <= self.settings.stale_s
+        return leg.tokens + leg.external_tokens if fresh else leg.tokens
 
     # -- the same of many: plain arithmetic without calls, because a thousand workers are looked at for every prompt --------
 
@@ -200,7 +206,8 @@ class Costs:
             if tokens is not None and sequences >= 1:
                 if sequences >= (endpoint.max_seqs or settings.worker_max_seqs):
                     continue
-                if leg.tokens + tokens > settings.kv_headroom * (endpoint.kv_tokens or settings.worker_kv_tokens):
+                held = leg.tokens + leg.external_tokens if leg.external_s >= fresh_s else leg.tokens
+                if held + tokens > settings.kv_headroom * (endpoint.kv_tokens or settings.worker_kv_tokens):
                     continue
             found.append((sequences, leg.turn, position, endpoint))
         return found

@@ -179,7 +179,7 @@ def _expected_wait_s(router: Router, job: Job) -> float:
     except NoEndpointError:
         return 0.0
     least_s = min(router.costs.backlog_s(each, 0.0) for each in group)
-    return least_s + router.queue.queued_s / len(group)
+    return least_s + router.scales.ahead_s(job) / len(group)
 
 
 def _favoured(router: Router, job: Job, waiting: Ticket) -> Candidate | None:
@@ -193,7 +193,7 @@ def _favoured(router: Router, job: Job, waiting: Ticket) -> Candidate | None:
     try:
         if ticket.whole_reason is not None:
             return router.picker.whole(job, hits, 0.0)[0]
-        return router.picker.decode(job, fit.endpoint, hits, 0.0, crowded=len(router.queue) > 0)
+        return router.picker.decode(job, fit.endpoint, hits, 0.0, crowded=router.scales.crowded(job))
     except (NoEndpointError, FullError):
         return None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
+from typing import NamedTuple
 
 import msgspec
 
@@ -103,3 +104,24 @@ class Job(msgspec.Struct, kw_only=True):
     """Of the request's body, for the queue's limit."""
     handoff: bool = True
     """False: it cannot be handed over, and only a decode worker is wanted."""
+
+
+class Kind(NamedTuple):
+    """What decides which workers a prompt may go to. Prompts of one kind wait in one queue."""
+
+    model: str | None
+    prefill_labels: frozenset[tuple[str, str]]
+    decode_labels: frozenset[tuple[str, str]]
+
+
+_NO_LABELS: frozenset[tuple[str, str]] = frozenset()
+
+
+def kind_of(job: Job) -> Kind:
+    """The kind of a prompt."""
+    aims = job.aims
+    return Kind(
+        job.model,
+        frozenset(aims.prefill_labels.items()) if aims.prefill_labels else _NO_LABELS,
+        frozenset(aims.decode_labels.items()) if aims.decode_labels else _NO_LABELS,
+    )

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from extproc.routing import health
 from extproc.routing.cost import Costs, Loaded
 from extproc.routing.decision import Candidate, Decision
-from extproc.routing.job import Aims, Job, Mode, Objective
+from extproc.routing.job import Aims, Job, Kind, Mode, Objective
 from extproc.routing.pool import Endpoint, Pool, Role, matches
 from extproc.routing.prefix import Chain
 from extproc.routing.settings import Routing
@@ -113,6 +113,8 @@ class Picker:
         self._settings = settings
         self._random = random.Random(settings.seed)  # noqa: S311 (a load balancer, not a secret)
         self._groups: dict[tuple[Role, str | None, frozenset[tuple[str, str]]], _Group] = {}
+        self._meet: dict[tuple[Role, Kind, Kind], bool] = {}
+        """The same for :meth:`meet`."""
         self._version = -1
         self._sessions: OrderedDict[str, str] = OrderedDict()
         self.panics = 0
@@ -132,6 +134,7 @@ class Picker:
         if self._version != self._pool.version or len(self._groups) > _GROUPS:
             self._version = self._pool.version
             self._groups.clear()
+            self._meet.clear()
         key = (role, model, frozenset(labels.items()) if labels else _NO_LABELS)
         found = self._groups.get(key)
         if found is None:
@@ -145,6 +148,23 @@ class Picker:
             # Who has yet to make a first handoff is chosen only where there is nobody else.
             fitting = [each for each in fitting if not each.warming] or fitting
             found = self._groups[key] = _Group(fitting, {each.address: each for each in fitting})
+        return found
+
+    def meet(self, role: Role, one: Kind, other: Kind) -> bool:
+        """Whether some worker of a role can get prompts of both kinds: models with adapters share workers."""
+        if one == other:
+            return True
+        try:
+            mine, theirs = (
+                self.members(role, each.model, dict(each.prefill_labels if role is Role.PREFILL else each.decode_labels))
+                for each in (one, other)
+            )
+        except NoEndpointError:
+            return False
+        key = role, one, other
+        found = self._meet.get(key)
+        if found is None:
+            found = self._meet[key] = not mine.keys().isdisjoint(theirs)
         return found
 
     def able(

@@ -61,6 +61,7 @@ class Leg:
         "claims",
         "external_requests",
         "external_s",
+        "external_tokens",
         "failures",
         "others",
         "others_tokens",
@@ -87,6 +88,8 @@ class Leg:
         """The one request that it gets after a pause."""
         self.external_requests = 0.0
         """On the worker but not ours, when it last reported: other replicas, direct clients."""
+        self.external_tokens = 0
+        """Decode: KV tokens in use there beyond what is counted here."""
         self.external_s = -math.inf
         """When that was."""
         self._ended_s: deque[float] = deque(maxlen=_ENDED_MOST)
@@ -133,11 +136,11 @@ class Leg:
         self.busy_until_s = max(self.busy_until_s, now_s) + work_s
         self.version += 1
 
-    def external(self, requests: float, now_s: float) -> None:
-        """So many requests are on the worker that are not ours."""
-        if requests != self.external_requests:
+    def external(self, requests: float, now_s: float, tokens: int = 0) -> None:
+        """So many requests are on the worker that are not ours, and so many KV tokens are in use that we do not count."""
+        if requests != self.external_requests or tokens != self.external_tokens:
             self.version += 1
-        self.external_requests, self.external_s = requests, now_s
+        self.external_requests, self.external_tokens, self.external_s = requests, tokens, now_s
 
     def give_back(self, claim: Claim, now_s: float) -> None:
         """Only for Claim.release."""

@@ -72,23 +72,34 @@ class Router:
         self._changed: list[Ticket] = []
         self._settled = True
         self._last_poll_s = 0.0
-        self.sync()
+        self._resize_all()
 
     # -- what the world says -----------------------------------------------------------------------------------------------
 
     def sync(self) -> None:
-        """The pool has other endpoints than before."""
+        """The pool has other endpoints than before. What is known of those that went at once, with nothing to finish, goes too:
+        another worker may come to such an address."""
         self._settled = False
-        for endpoint in self.pool.endpoints:
-            self._resize(endpoint)
+        self._forget([address for address in self.index.addresses() if self.pool.get(address) is None])
+        self._resize_all()
 
     def sweep(self) -> list[str]:
         """Forget the workers that have left and have nothing more to do; their addresses."""
         gone = self.pool.sweep()
+        self._forget(gone)
+        return gone
+
+    def _forget(self, gone: Collection[str]) -> None:
+        if not gone:
+            return
         for address in gone:
             self.index.drop(address)
             self.costs.forget(address)
-        return gone
+        addresses = frozenset(gone)
+        for tickets in self._heads.values():
+            for ticket in tickets:
+                if ticket.hits is not None and not addresses.isdisjoint(ticket.hits.tokens):
+                    ticket.hits = ticket.warmest = ticket.stuck = None
 
     def restarted(self, address: str) -> None:
         """The engine at ``address`` is a new one: it holds nothing, and nobody has met it."""
@@ -117,8 +128,15 @@ class Router:
             own = endpoint.prefill.reported(now_s) + endpoint.decode.reported(now_s) if both else 0
             # On a worker with both roles nobody can tell the legs of others apart; most of their time is decoding.
             leg = endpoint.prefill if endpoint.roles == {Role.PREFILL} else endpoint.decode
-            leg.external(max(0.0, present - (own if both else leg.reported(now_s))), now_s)
+            tokens = 0
+            if load.kv_usage is not None and endpoint.kv_tokens is not None and leg is endpoint.decode:
+                tokens = max(0, int(load.kv_usage * endpoint.kv_tokens) - leg.tokens)
+            leg.external(max(0.0, present - (own if both else leg.reported(now_s))), now_s, tokens)
         self.costs.reported(endpoint, load)
+
+    def _resize_all(self) -> None:
+        for endpoint in self.pool.endpoints:
+            self._resize(endpoint)
 
     def _resize(self, endpoint: Endpoint) -> None:
         tokens = endpoint.kv_tokens or self.settings.worker_kv_tokens
@@ -176,8 +194,7 @@ class Router:
             self.picker.group(Role.PREFILL, job.model, aims.prefill_labels)
             return None
         hits = self.scales.hits(ticket)
-        crowded = len(self.queue) > 0
-        decodes = self.picker.decodes(job, hits, now_s, admit=held, crowded=crowded)
+        decodes = self.picker.decodes(job, hits, now_s, admit=held, crowded=self.scales.crowded(job))
         if len(decodes) == 1 and Role.PREFILL in decodes[0].roles and self._only_itself(job):
             ticket.weighed = None
             return "cost"
@@ -198,7 +215,7 @@ class Router:
         """Expected in our queue."""
         if not len(self.queue):
             return 0.0
-        return self.queue.queued_s / len(self.picker.group(Role.PREFILL, job.model, job.aims.prefill_labels))
+        return self.scales.ahead_s(job) / len(self.picker.group(Role.PREFILL, job.model, job.aims.prefill_labels))
 
     def _enqueue(self, ticket: Ticket, now_s: float) -> None:
         weighed = ticket.weighed
@@ -270,7 +287,7 @@ class Router:
             group = self.picker.group(Role.PREFILL, job.model, job.aims.prefill_labels)
         except NoEndpointError:
             return 1.0
-        return min(max(1.0, self.queue.queued_s / len(group)), _RETRY_AFTER_MAX_S)
+        return min(max(1.0, self.scales.ahead_s(job) / len(group)), _RETRY_AFTER_MAX_S)
 
     # -- time passes -------------------------------------------------------------------------------------------------------
 
@@ -429,9 +446,8 @@ class Router:
             return
         weighed = ticket.weighed
         among = weighed.decodes if weighed is not None and weighed.now_s == now_s else None
-        best = self.picker.decode(
-            ticket.job, endpoint, self.scales.hits(ticket), now_s, crowded=len(self.queue) > 0, among=among
-        )
+        crowded = self.scales.crowded(ticket.job)
+        best = self.picker.decode(ticket.job, endpoint, self.scales.hits(ticket), now_s, crowded=crowded, among=among)
         self._settle(ticket, best, ticket.candidates, "cost" if ticket.job.aims.mode is Mode.AUTO else "policy", now_s)
 
     def _place_best(self, ticket: Ticket, now_s: float) -> None:
@@ -443,7 +459,7 @@ class Router:
         self._settle(ticket, found[0], found, "cost" if ticket.job.aims.mode is Mode.AUTO else "policy", now_s)
 
     def _place_whole(self, ticket: Ticket, reason: str, now_s: float, *, admit: bool) -> None:
-        crowded = len(self.queue) > 0
+        crowded = self.scales.crowded(ticket.job)
         found = self.picker.whole(ticket.job, self.scales.hits(ticket), now_s, admit=admit, crowded=crowded)
         chosen = next((each for each in found if each.refused is None), found[0])
         self._settle(ticket, chosen, [*found, *ticket.candidates], reason, now_s)

@@ -6,11 +6,11 @@ import math
 from typing import Literal
 
 from extproc.routing.cost import Costs
-from extproc.routing.job import Job, Objective
+from extproc.routing.job import Job, Objective, kind_of
 from extproc.routing.picker import Hits, Picker
 from extproc.routing.pool import Endpoint, Role
 from extproc.routing.prefix import PrefixIndex
-from extproc.routing.queue import Fit, PrefillQueue
+from extproc.routing.queue import Crowd, Fit, PrefillQueue, longest_wait_share
 from extproc.routing.settings import Routing
 from extproc.routing.ticket import Stuck, Ticket, Warmest
 from extproc.routing.weighing import PrefillSide, Weighed
@@ -75,6 +75,22 @@ class Scales:
         """Something was placed or ended, or time has passed: the workers are to be looked at again."""
         self._views.clear()
 
+    def rivals(self, job: Job, role: Role = Role.PREFILL) -> list[Crowd]:
+        """What waits and may go to workers of ``role`` that the prompt may go to as well."""
+        crowds = self._queue.crowds
+        if not crowds:
+            return []
+        kind = kind_of(job)
+        return [crowd for other, crowd in crowds.items() if self._picker.meet(role, kind, other)]
+
+    def crowded(self, job: Job) -> bool:
+        """Whether prompts wait that share decode workers with this one."""
+        return bool(self._queue.crowds) and bool(self.rivals(job, Role.DECODE))
+
+    def ahead_s(self, job: Job) -> float:
+        """Prefill seconds of what waits for the prefill workers of the prompt, all together."""
+        return sum(crowd.queued_s for crowd in self.rivals(job))
+
     def fit(self, ticket: Ticket, view: View, now_s: float, *, late: bool) -> Fit:
         """For a prompt that is handed over. ``late``: it cannot meet its deadline any more."""
         job = ticket.job
@@ -116,7 +132,7 @@ class Scales:
             blocked_by = "prefill"
         elif not view.decode_has_room(job):
             blocked_by = "decode"
-        elif late and work_s > SMALL_WORK_S and self._lane_closed(view, endpoint, work_s, now_s):
+        elif late and work_s > SMALL_WORK_S and self._lane_closed(job, view, endpoint, work_s, now_s):
             blocked_by = "lane"
         fit = Fit(endpoint, work_s, finish_s, soonest_s, blocked_by is None)
         if blocked_by is None:
@@ -188,9 +204,9 @@ class Scales:
             return True
         if stuck.blocked_by == "decode":
             return not view.decode_has_room(ticket.job)
-        return self._lane_closed(view, stuck.fit.endpoint, stuck.fit.work_s, now_s)
+        return self._lane_closed(ticket.job, view, stuck.fit.endpoint, stuck.fit.work_s, now_s)
 
-    def _lane_closed(self, view: View, endpoint: Endpoint, work_s: float, now_s: float) -> bool:
+    def _lane_closed(self, job: Job, view: View, endpoint: Endpoint, work_s: float, now_s: float) -> bool:
         """Late prompts may not have all prefill workers: those that can still meet their deadline would wait behind them.
 
         They get a third of the workers, and more the nearer the oldest of them is to the end of its patience; all of them when
@@ -200,7 +216,7 @@ class Scales:
             return False
         busy = len(view.late_at) - (endpoint.address in view.late_at)
         count = len(view.able)
-        share = self._queue.longest_wait_share(now_s)
+        share = longest_wait_share(self.rivals(job), now_s)
         if share >= _ALL_LANES_FROM:
             return False
         lanes = math.ceil(count / 3) if share < _MORE_LANES_FROM else count - 1

@@ -54,6 +54,8 @@ class LegState(msgspec.Struct, frozen=True, kw_only=True):
     busy_for_s: float | None = None
     """Until what is in flight is expected to be done; negative: overdue. None: nothing ever was."""
     external_requests: float = 0.0
+    external_tokens: int = 0
+    """KV tokens that the worker reported in use beyond ``tokens``."""
     external_age_s: float | None = None
     """Since the report that ``external_requests`` stands in; None: there was none."""
     failures: int = 0
@@ -323,6 +325,7 @@ def _leg(leg: Leg, now_s: float) -> LegState:
         tokens=leg.tokens,
         busy_for_s=_since(leg.busy_until_s, now_s),
         external_requests=leg.external_requests,
+        external_tokens=leg.external_tokens,
         external_age_s=None if math.isinf(leg.external_s) else now_s - leg.external_s,
         failures=leg.failures,
         blocked_for_s=max(0.0, leg.blocked_until_s - now_s),
@@ -349,7 +352,7 @@ def _endpoint(state: EndpointState) -> Endpoint:
             claim = leg.claim(tokens=0 if number else known.tokens, work_s=0.0, now_s=0.0, turn=known.turn)
             claim.late = number < known.late_requests
         leg.busy_until_s = -math.inf if known.busy_for_s is None else known.busy_for_s
-        leg.external_requests = known.external_requests
+        leg.external_requests, leg.external_tokens = known.external_requests, known.external_tokens
         leg.external_s = -math.inf if known.external_age_s is None else -known.external_age_s
         leg.failures, leg.turn = known.failures, known.turn
         leg.blocked_until_s = known.blocked_for_s or -math.inf
@@ -466,6 +469,9 @@ def _restore_queue(router: Router, state: QueueState) -> None:
 
 
 def _restore_sums(queue: PrefillQueue, state: QueueState) -> None:
+    if queue.queued_s > 0:  # of a long queue only a part was kept
+        for crowd in queue.crowds.values():
+            crowd.queued_s *= state.work_s / queue.queued_s
     queue.bytes, queue.queued_s = state.bytes, state.work_s
     queue._work_s, queue._aged_work_s = state.served_s, state.served_aged_s
 

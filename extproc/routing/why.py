@@ -76,7 +76,8 @@ def _full(router: Router, job: Job, decodes: list[Endpoint]) -> list[tuple[str, 
     for each in full:
         most = each.max_seqs or router.settings.worker_max_seqs
         sequences = costs.sequences(each, 0.0)
-        what = f"{sequences:.0f} of {most} sequences" if sequences >= most else f"{each.decode.tokens:,} KV tokens are taken"
+        taken = costs.held_tokens(each, 0.0)
+        what = f"{sequences:.0f} of {most} sequences" if sequences >= most else f"{taken:,} KV tokens are taken"
         out.append((each.address, Role.DECODE, f"full: {what}"))
     return out
 
@@ -98,7 +99,7 @@ class Why:
         self._best = best
         self._reason = decision.reason if decision is not None else ""
         self._held = _held(router, job)
-        self._ahead_s = ahead_s if self._held and len(router.queue) else 0.0
+        self._ahead_s = ahead_s if self._held and router.scales.rivals(job) else 0.0
         self._home = router.picker._sessions.get(job.session) if job.session else None
         self._decodes, self._prefills = self._weighed()
 
@@ -143,7 +144,7 @@ class Why:
         prefills: list[Endpoint] = []
         if job.aims.objective is not Objective.RANDOM:
             try:
-                decodes = router.picker.decodes(job, hits, 0.0, admit=self._held, crowded=len(router.queue) > 0)
+                decodes = router.picker.decodes(job, hits, 0.0, admit=self._held, crowded=router.scales.crowded(job))
                 prefills = router.picker.prefills(job, hits, 0.0)
             except (NoEndpointError, FullError):
                 pass
@@ -208,7 +209,7 @@ class Why:
         more = costs.sequences(mine, 0.0) - costs.sequences(best, 0.0)
         if objective is Objective.LEAST_LOAD:
             return f"runs {more:.0f} answers more" if more > 0 else "it was another's turn"
-        if more < 0 and len(router.queue):
+        if more < 0 and router.scales.crowded(job):
             return "kept free: prompts wait, and answers keep together"
         return _PRUNED
 

@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from extproc.routing.endpoint_spec import EndpointSpec
 from extproc.routing.job import Late, Mode
 from extproc.routing.ticket import RejectedError, State, Ticket
 from tests.unit.routing_world import World, chain, placed, pool_of, prefills, specs, tailed
@@ -257,6 +258,87 @@ def test_tenants_share_within_a_priority_not_across() -> None:
     assert [ticket.job.tenant for ticket in serve(w, open_, 5.5)] == list("aaabbb")
 
 
+# -- several models ---------------------------------------------------------------------------------------------------------
+
+
+def two_models(**settings) -> World:
+    """Each model has a prefill worker and a decode worker of its own."""
+
+    def of(letter: str) -> list[EndpointSpec]:
+        return [EndpointSpec(address=f"{letter}-{name}", models=[name]) for name in "ab"]
+
+    return World(pool_of(of("p"), of("d")), **{"step_tokens": STEP} | settings)
+
+
+@pytest.mark.parametrize("slo_s", [1000.0, 0.1])
+def test_however_many_wait_for_one_model_the_next_one_for_another_is_found(slo_s: float) -> None:
+    w = two_models(window=8)
+    first = w.apart(STEP, model="b")
+    flood = [w.apart(STEP, model="a", ttft_slo_s=slo_s) for _ in range(50)]
+    waiting = w.apart(STEP, model="b", ttft_slo_s=slo_s)
+    assert [placed(each) for each in (first, flood[0], waiting)] == [True, True, False]
+    assert w.prefilled(first) == [waiting]
+    assert waiting.prefill is w["p-b"]
+    w.prefilled(waiting)
+    assert placed(w.apart(STEP, model="b")), "its worker has nothing to do"
+
+
+def test_work_that_waits_for_one_model_does_not_count_as_a_wait_for_another() -> None:
+    w = two_models()
+    for _ in range(4):  # streams, which a prompt done whole beside them would hold up
+        stream = w.apart(100, model="b")
+        w.prefilled(stream)
+    before = w.submit(STEP, model="b")
+    w.prefilled(before)
+    flood = [w.apart(STEP, model="a") for _ in range(50)]
+    after = w.submit(STEP, model="b")
+    assert (prefills([before, after]), placed(flood[-1])) == (["p-b", "p-b"], False)
+
+
+def test_who_is_turned_away_is_told_of_the_wait_for_its_own_model_only() -> None:
+    w = two_models(queue_requests=21)
+    w.apart(STEP, model="b")
+    for _ in range(21):
+        w.apart(STEP, model="a")
+    w.apart(STEP, model="b")
+    retry_after_s = {}
+    for model in "ab":
+        with pytest.raises(RejectedError) as caught:
+            w.apart(STEP, model=model)
+        retry_after_s[model] = caught.value.retry_after_s
+    assert retry_after_s == {"a": pytest.approx(20 * WORK_S), "b": 1.0}
+
+
+def test_an_old_late_prompt_gets_its_share_although_the_worker_of_another_model_hangs() -> None:
+    w = two_models(queue_wait_s=30.0)
+    for _ in range(2):
+        w.apart(STEP, model="a", ttft_slo_s=0.1)  # the first hangs, and the second is the oldest of all that wait
+    open_ = [w.apart(STEP, model="b")]
+    late = w.apart(STEP, model="b", ttft_slo_s=0.5)
+    open_.append(late)
+    while not placed(late) and w.now_s < 140:
+        open_.append(w.apart(STEP, model="b", ttft_slo_s=5.0))
+        serve(w, open_, WORK_S)
+    assert placed(late)
+    assert late.decision.queued_s < 30.0 * 0.5
+
+
+def test_an_adapter_and_its_base_share_workers_and_so_their_turns() -> None:
+    w = World(pool_of(specs("p", 1, models=["base", "lora"]), specs("d", 2, models=["base", "lora"])), step_tokens=STEP)
+    open_ = [w.apart(STEP, model=model, ttft_slo_s=1000.0) for model in ("base", "base", "lora", "base", "lora")]
+    assert w.router.scales.ahead_s(w.job(model="lora")) == pytest.approx(4 * WORK_S)
+    assert serve(w, open_, 5.0) == open_[1:]
+
+
+def test_labels_that_pin_prompts_to_other_workers_make_another_queue() -> None:
+    gold = [EndpointSpec(address=f"p-{tier}", labels={"tier": tier}) for tier in ("gold", "free")]
+    w = World(pool_of(gold, 2), step_tokens=STEP, window=8)
+    for _ in range(50):
+        w.apart(STEP, prefill_labels={"tier": "free"}, ttft_slo_s=1000.0)
+    ticket = w.apart(STEP, prefill_labels={"tier": "gold"})
+    assert (placed(ticket), ticket.prefill) == (True, w["p-gold"])
+
+
 # -- limits ----------------------------------------------------------------------------------------------------------------
 
 
@@ -411,6 +493,28 @@ def test_full_decode_workers_hold_the_queue_and_it_goes_on_when_one_ends(limit: 
     assert not any(map(placed, waiting))
     assert w.finish(running[0]) == [waiting[0]]
     assert waiting[0].decode is running[0].decode
+
+
+def test_kv_in_use_that_is_not_ours_keeps_prompts_away_from_a_decode_worker_while_its_report_is_fresh() -> None:
+    w = World(pool_of(2, specs("d", 1, kv_tokens=100_000, max_seqs=100)), stale_s=3.0)
+    w.reports("d0", running=20, waiting=0, kv_usage=0.9)  # another filter's
+    ticket = w.apart(STEP)
+    assert not placed(ticket)
+    w.reports("d0", running=10, waiting=0, kv_usage=0.5)
+    assert w.poll() == [ticket]
+    w.reports("d0", running=20, waiting=0, kv_usage=0.99)
+    other = w.apart(STEP)
+    assert w.wait(2.5) == []
+    assert w.wait(1.0) == [other]
+
+
+def test_kv_in_use_that_we_count_ourselves_is_not_counted_again() -> None:
+    w = World(pool_of(2, specs("d", 1, kv_tokens=100_000, max_seqs=100)))
+    for _ in range(5):
+        w.prefilled(w.apart(STEP))
+    w.reports("d0", running=5, waiting=0, kv_usage=0.4)
+    assert w.router.costs.held_tokens(w["d0"], w.now_s) == w["d0"].decode.tokens
+    assert placed(w.apart(STEP))
 
 
 def test_a_short_prompt_that_had_to_wait_for_a_decode_worker_is_not_handed_over_either() -> None:

@@ -225,6 +225,18 @@ def test_what_is_forgotten_of_a_worker_that_went_is_all_of_it() -> None:
     assert (w.router.index.held("p1"), w.router.costs.pairs.handshake_s("p1", "d0") > 0) == (0, True)
 
 
+def test_an_idle_worker_that_goes_is_forgotten_at_once_so_that_the_next_one_at_its_address_counts_as_new() -> None:
+    w = World(pool_of(2, 1))
+    w.warm("p1", "talk", 6400)
+    w.router.costs.pairs.succeeded("p1", "d0")
+    w.reports("p1", running=0)
+    for count in (1, 2):
+        w.pool.replace(EndpointSet(prefill=specs("p", count), decode=specs("d", 1)))
+        w.router.sync()
+    assert (w.router.index.held("p1"), w.router.costs.pairs.handshake_s("p1", "d0") > 0) == (0, True)
+    assert w.router.index.addresses() == ["p0", "d0", "p1"]
+
+
 # -- time ------------------------------------------------------------------------------------------------------------------
 
 

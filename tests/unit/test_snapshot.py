@@ -270,7 +270,7 @@ def test_whoever_gives_the_router_more_to_know_meets_this_test() -> None:
         *("told", "others", "_yielding_s", "_ours_from_s", "_freed_s"),
     }
     assert set(vars(router.picker)) <= {
-        *("_pool", "_costs", "_settings", "_random", "_groups", "_version", "_sessions", "panics"),
+        *("_pool", "_costs", "_settings", "_random", "_groups", "_meet", "_version", "_sessions", "panics"),
     }
     assert set(vars(router.costs)) <= {
         *("settings", "pairs", "_prefill", "_decode", "_transfer", "_latest", "_guess", "_uncached_tokens"),
@@ -278,7 +278,19 @@ def test_whoever_gives_the_router_more_to_know_meets_this_test() -> None:
         "_sources",
     }
     assert set(vars(PrefillQueue(Routing()))) <= {
-        *("_settings", "_bands", "_all", "_order", "_limits", "_count", "_work_s", "_aged_work_s", "bytes", "queued_s"),
+        *(
+            "_settings",
+            "_bands",
+            "_all",
+            "_order",
+            "_limits",
+            "_count",
+            "_work_s",
+            "_aged_work_s",
+            "bytes",
+            "queued_s",
+            "crowds",
+        ),
     }
 
 
