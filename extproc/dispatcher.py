@@ -22,6 +22,7 @@ from extproc.observe.metrics import Metrics
 from extproc.observe.reasons import reason_of
 from extproc.routing.job import Job
 from extproc.routing.load import Load
+from extproc.routing.partition import POOL_LABEL
 from extproc.routing.picker import FullError, NoEndpointError
 from extproc.routing.pool import Endpoint, Role
 from extproc.routing.router import Router
@@ -108,6 +109,7 @@ class Dispatcher:
         self._metrics.decisions.inc(mode, instead_of or reason_of(decision), decision.policy)
         if ticket.waiting is not None:
             self._metrics.queue_wait_seconds.observe(decision.queued_s)
+            self._metrics.queue_position.observe(decision.position)
         self._decisions.append({"time": time.time(), "request_id": request_id, "decision": decision})
 
     def as_api_error(self, error: Exception) -> ApiError:
@@ -260,13 +262,18 @@ def as_api_error(error: Exception, known_models: Iterable[str]) -> ApiError:
     return ApiError("no_decode_worker", "every decode worker runs all the sequences that it can")
 
 
-def live_decode_worker(router: Router) -> Callable[[Collection[str]], str | None]:
-    """Names live decode workers in turn, none of those that it is given; None if there is no other."""
+def live_decode_worker(router: Router) -> Callable[[str, Collection[str]], str | None]:
+    """Names live decode workers of the pool of a prefill worker in turn, none of those that it is given besides; None if there
+    is no other."""
     turn = 0
 
-    def name(exclude: Collection[str]) -> str | None:
+    def name(prefill: str, exclude: Collection[str]) -> str | None:
         nonlocal turn
-        found = [each.address for each in router.pool.live(Role.DECODE) if each.address not in exclude]
+        live = router.pool.live(Role.DECODE)
+        giver = router.pool.get(prefill)
+        if giver is not None and POOL_LABEL in giver.labels:  # one of another pool may not understand it
+            live = [each for each in live if each.labels.get(POOL_LABEL) == giver.labels[POOL_LABEL]]
+        found = [each.address for each in live if each.address not in exclude]
         turn += 1
         return found[turn % len(found)] if found else None
 

@@ -24,6 +24,8 @@ SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
 _BLOCKS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
 
+_POSITIONS = (0, 1, 3, 10, 30, 100, 300, 1000, 3000)
+
 _OWN_SECONDS = (0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1)
 """What a program does between two waits."""
 
@@ -147,6 +149,9 @@ class Metrics:
         self.queue_wait_seconds = make.spread(
             "baton_queue_wait_seconds", "Time in the queue of prompts that had to wait", bounds=SECONDS
         )
+        self.queue_position = make.spread(
+            "baton_queue_position", "Prompts that waited already when one that had to wait came", bounds=_POSITIONS
+        )
 
         make.topic("Prefill and handoff")
         self.prefill_seconds = make.spread(
@@ -196,6 +201,25 @@ class Metrics:
             "Looks at a source of workers",
             ["source", "outcome"],
             watch="`failed` and `refused`: the set of workers is out of date",
+        )
+        self.endpoints_refused = make.counter(
+            "baton_endpoints_refused",
+            "Addresses that a source of workers named and that no worker may have (`workers.networks`)",
+            ["source"],
+            watch="anything above 0: the source is faulty, or somebody else writes there",
+        )
+        self.probe_failures = make.counter(
+            "baton_probe_failures",
+            "Looks at a worker's health that failed; `tls`: its certificate, or ours, is not accepted",
+            ["kind"],
+            known=("status", "timeout", "unreachable", "tls"),
+            watch="any `tls`: requests to that worker fail, too",
+        )
+        self.secret_reloads = make.counter(
+            "baton_secret_reloads",
+            "Certificates and keys that changed on disk; `failed`: what was read before is used on",
+            ["name", "outcome"],
+            watch="any `failed`: the old ones will expire",
         )
         self.scrapes = make.counter("baton_scrapes", "Looks at a worker's metrics", ["outcome"], known=("ok", "failed"))
         self.scrape_age_seconds = make.gauge(

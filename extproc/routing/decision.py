@@ -89,6 +89,7 @@ class Decision(msgspec.Struct, kw_only=True):
             f"tokens={self.prompt_tokens}",
             f"cached={self.cached_tokens}",
             f"queued-ms={self.queued_s * 1e3:.1f}",
+            *(f"position={self.position}" for _ in (1,) if self.queued_s),
             *(f"{name.replace('_', '-')}-ms={value * 1e3:.1f}" for name, value in terms.items()),
         ]
         return ";".join(parts)

@@ -146,7 +146,11 @@ async def test_a_prompt_waits_for_room_and_goes_on_when_there_is_some(stack: Sta
     assert (await stack.metrics())["baton_queue_requests"] == 2
     gate.set()
     assert [status for status, *_ in await asyncio.gather(*tasks)] == [200, 200, 200]
-    assert (await stack.metrics())["baton_queue_requests"] == 0
+    metrics = await stack.metrics()
+    assert metrics["baton_queue_requests"] == 0
+    # One came when nobody waited, one when one did.
+    assert (metrics["baton_queue_position_count"], metrics["baton_queue_position_sum"]) == (2, 1)
+    assert metrics["baton_queue_wait_seconds_sum"] >= 0.6
 
 
 async def test_who_waits_too_long_is_told_when_to_come_again(stack: Stack) -> None:

@@ -85,6 +85,8 @@ def test_the_decision_says_how_long_it_waited_and_behind_how_many() -> None:
     w.now_s += 0.75
     w.prefilled(second)
     assert (third.decision.queued_s, third.decision.position) == (1.5, 1)
+    assert ";queued-ms=1500.0;position=1;" in third.decision.header()
+    assert "position" not in first.decision.header()
 
 
 def test_a_hung_worker_does_not_hold_up_the_queue_for_the_others() -> None:
