@@ -241,11 +241,27 @@ def test_the_modest_tenant_counts_not_the_flood() -> None:
     assert [verdict.met for verdict in report.tenant_verdicts([run], "modest", 0.6)] == [True]
 
 
-def test_the_twin_may_be_ten_percent_off() -> None:
-    run = _result("baton", 0.9, 0.8)
-    for goodput, met in ((0.72, True), (0.65, False)):
-        twin = Twin((goodput - 0.01, goodput, goodput + 0.01), (0.19, 0.2, 0.21))
-        assert [verdict.met for verdict in report.twin_verdicts([(run, twin)])] == [met]
+@pytest.mark.parametrize(
+    ("goodput", "hit_ratio", "met"),
+    [
+        (0.73, 0.2, True),
+        (0.71, 0.2, False),
+        (0.8, 0.219, True),
+        (0.8, 0.225, False),  # two points and a half, but an eighth of it
+    ],
+)
+def test_the_twin_may_be_a_tenth_of_the_figure_off_in_goodput_and_in_hit_ratio(
+    goodput: float, hit_ratio: float, met: bool
+) -> None:
+    run = _result("baton", 0.9, 0.8)  # its hit ratio is 0.2
+    twin = Twin((goodput - 0.001, goodput, goodput + 0.001), (hit_ratio - 0.001, hit_ratio, hit_ratio + 0.001))
+    assert [verdict.met for verdict in report.twin_verdicts([(run, twin)])] == [met]
+
+
+def test_the_twin_agrees_where_its_own_replays_are_further_apart_than_it_and_the_run() -> None:
+    run = _result("round-robin", 1.1, 0.05)
+    twin = Twin((0.04, 0.07, 0.11), (0.19, 0.2, 0.21))
+    assert [verdict.met for verdict in report.twin_verdicts([(run, twin)])] == [True]
 
 
 def test_every_run_has_a_line_in_the_table() -> None:
