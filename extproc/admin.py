@@ -3,12 +3,13 @@ people who ask why a decision came out as it did, and the live page at ``/`` wit
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from extproc import pages
+from extproc.admin_guard import guard
 from extproc.config import Address
 from extproc.debug import Debug
 from extproc.live import Live
@@ -23,12 +24,14 @@ async def start(
     debug: Debug,
     live: Live,
     *,
+    hosts: Sequence[str] = (),
     process: str | None = None,
     siblings: SiblingPages | None = None,
 ) -> web.AppRunner:
     """Serve until the runner's ``cleanup()``. ``status`` says (ready, what to show). Raises OSError if the port is busy.
 
-    ``process``: which of several this is, as a label of its metrics. ``siblings``: the others are shown here too.
+    ``hosts``: names by which it may be called, see :mod:`extproc.admin_guard`. ``process``: which of several this is, as a
+    label of its metrics. ``siblings``: the others are shown here too.
     """
 
     async def show_metrics(_: web.Request) -> web.Response:
@@ -43,7 +46,7 @@ async def start(
             ready, details = await siblings.health(ready, details)
         return web.json_response({"ready": ready, **details}, status=200 if ready else 503)
 
-    app = web.Application(client_max_size=debug.max_bytes)
+    app = web.Application(client_max_size=debug.max_bytes, middlewares=[guard(hosts)])
     app.add_routes([web.get("/metrics", show_metrics), web.get("/healthz", show_health), *debug.routes(), *pages.routes(live)])
     if siblings is not None:
         app.add_routes(siblings.routes())

@@ -245,10 +245,14 @@ def envoy_config(
 ) -> None:
     """Write Envoy's configuration that fits the filter's."""
     from extproc.envoy_config import EXAMPLE
+    from extproc.envoy_tls import write_secrets
     from extproc.envoy_yaml import render
 
     try:
-        text = render(_with_processes(EXAMPLE if config is None else _load(config), processes))
+        read = _with_processes(EXAMPLE if config is None else _load(config), processes)
+        text = render(read)
+        for path in write_secrets(read):
+            typer.echo(f"wrote {path}", err=True)
         if output is None:
             sys.stdout.write(text)
         else:

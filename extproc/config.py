@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -15,11 +16,15 @@ from urllib.parse import urlsplit
 import msgspec
 
 from extproc.discovery.listing import ListingError, endpoint_set, name_server
+from extproc.handoff.remote_hosts import RemoteHosts
 from extproc.models import Models
 from extproc.observe.load import Scraping
 from extproc.policy_config import PolicyRule, check_policies
+from extproc.pools.settings import PoolRule, Routes, check_pools, pooled_labels
 from extproc.routing.endpoint_spec import EndpointSet, EndpointSpec
 from extproc.routing.settings import Routing
+from extproc.tls.settings import ClientTls
+from extproc.tls.settings import faults as tls_faults
 from workers import yaml_lines
 
 _HOST_PORT = re.compile(r"^(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):(?P<port>[0-9]{1,5})$")
@@ -98,7 +103,16 @@ class Workers(_Section, frozen=True, kw_only=True):
     """Name servers to ask, as `ip` or `ip:port`; none: those of the system."""
     api_key_file: str | None = None
     """File with the key that the workers want (`--api-key`), for what the filter asks of them by itself: their models, first
-    handoffs, releases. Clients' requests keep the credentials that they come with. null, or an empty file: they want none."""
+    handoffs, releases. Clients' requests keep the credentials that they come with. null, or an empty file: they want none.
+    It is read again when it changes."""
+    replace_credentials: bool = False
+    """Clients' requests go to the workers with the key of `api_key_file` in place of `authorization` and `x-api-key` that they
+    came with. Only where clients are checked before the filter, by Envoy for example: see [security](security.md#api-keys)."""
+    tls: ClientTls | None = None
+    """HTTPS to all workers, from the filter and from Envoy. null: plain HTTP. See [security](security.md#workers)."""
+    networks: list[str] = []
+    """Networks (`10.0.0.0/8`) in which every worker from `file`, `dns` or elsewhere must be; others are left out, named in the
+    log and counted. Empty: any but the addresses where clouds keep credentials, and those that are nobody's."""
 
     def endpoint_set(self) -> EndpointSet:
         """What stands in the configuration itself. Raises ListingError."""
@@ -190,6 +204,10 @@ class Handoff(_Section, frozen=True, kw_only=True):
     """Releases waiting at once; one more is dropped, counted, and left to the lease."""
     release_timeout_s: float = 5.0
     """One release call."""
+    remote_hosts: list[str] = []
+    """Where a prefill worker's reply may say that its KV blocks are: networks (`10.1.0.0/16`), host names, or `worker`: the
+    address that the worker has itself. A reply that names another host is not used. Empty: any host, as workers may have a
+    network of their own for it."""
 
 
 class Health(_Section, frozen=True, kw_only=True):
@@ -258,6 +276,47 @@ class Drain(_Section, frozen=True, kw_only=True):
     """After this the remaining streams are cut."""
 
 
+class Tls(_Section, frozen=True, kw_only=True):
+    """TLS at `listen`, the gRPC port. See [endpoint picker](endpoint-picker.md#tls)."""
+
+    mode: Literal["none", "self_signed", "files"] | None = None
+    """`none`: plaintext. `self_signed`: a certificate made at the start, kept in memory, for peers that do not verify. `files`:
+    `cert_file` and `key_file`. null: `self_signed` with `epp.enabled`, else `none`."""
+    cert_file: str | None = None
+    """PEM: the server's certificate, then those between it and its CA. Read again when it changes; connections stay."""
+    key_file: str | None = None
+    """PEM: its private key, not encrypted."""
+    client_ca_file: str | None = None
+    """PEM: the CAs of clients. Set: a client without a certificate of one of them is refused (mTLS)."""
+    handshake_timeout_s: float = 10.0
+    """A client that has not finished its handshake by then is cut."""
+
+
+class Epp(_Section, frozen=True, kw_only=True):
+    """Baton as the endpoint picker of a Gateway API InferencePool (`endpointPickerRef`): endpoint picker protocol 1.0. See
+    [endpoint picker](endpoint-picker.md)."""
+
+    enabled: bool = False
+    """Be one. Then `listen` is `0.0.0.0:9002` and `admin` `127.0.0.1:9091` unless they are given, `tls` is `self_signed` unless
+    it says otherwise, and nothing is expected of Envoy that only `baton envoy-config` gives (its access log, streams watched)."""
+    health_listen: str | None = "0.0.0.0:9003"
+    """gRPC health in plaintext, as kubelets and gateways ask for it, and nothing else. null: only at `listen`."""
+    health_services: list[str] = msgspec.field(default_factory=lambda: ["inference-extension"])
+    """More names for readiness there, beside those of the protocol: what probes of common charts ask for."""
+    ready_after_s: float = 30.0
+    """Readiness there waits until both roles had a live and warm worker, but no longer than this; then it stays, and what is
+    missing is said with a 503. A rollout so never replaces a picker that knows its workers by one that does not."""
+    metrics_listen: str | None = "0.0.0.0:9090"
+    """`/metrics`, and nothing else of the admin port. null: only at `admin`."""
+    fallback_endpoints: int = 0
+    """How many other decode workers are named behind the chosen one (`ip:port,ip:port`), for requests without a handoff: the
+    gateway takes them if the first cannot be reached. Only where it balances by `override_host` (Istio): clusters of the type
+    ORIGINAL_DST (Envoy AI Gateway, llm-d's chart) and agentgateway read one address only."""
+    conformance_headers: bool = False
+    """For the conformance suite only: `test-epp-endpoint-selection` on a request picks among the pool's decode workers, and the
+    answer says in `x-conformance-test-…` which one was chosen and which one served. Any client could steer its requests."""
+
+
 class Envoy(_Section, frozen=True, kw_only=True):
     """What `baton envoy-config` puts into Envoy's configuration, and where endpoint files go."""
 
@@ -302,6 +361,12 @@ class Envoy(_Section, frozen=True, kw_only=True):
     for both of these. It touches every chunk of such a stream, and holds none."""
     debug_headers: bool = False
     """Add `x-kv-transfer` and `x-decode-endpoint` to responses. They name worker addresses: not for the internet."""
+    extproc_tls: ClientTls | None = None
+    """How Envoy checks the filter, and shows itself to it, where the filter's port has TLS (`tls`). null: it encrypts and takes
+    any certificate, which goes with a self-signed one only."""
+    secrets_dir: str | None = None
+    """Where Envoy finds which certificates to use, so that it reads them again when they change. `baton envoy-config` writes
+    the files there: they name paths and hold no secret. Needed where Envoy uses certificates from files."""
 
 
 class Observe(_Section, frozen=True, kw_only=True):
@@ -343,8 +408,15 @@ class Tracing(_Section, frozen=True, kw_only=True):
     """Spans that wait to be sent; more are dropped, and counted."""
 
 
+_LISTEN = "unix:/run/baton/extproc.sock"
+_ADMIN = "127.0.0.1:9003"
+_EPP_LISTEN = "0.0.0.0:9002"
+_EPP_ADMIN = "127.0.0.1:9091"
+
 _WATCH_SOCKET = "watch.sock"
 _WATCH_PORT = 9004
+
+_MOST_FALLBACKS = 8
 
 MOST_PROCESSES = 32
 """Each knows of all others what they do, so many would do little else."""
@@ -352,8 +424,26 @@ MOST_PROCESSES = 32
 _MAX_CACHE_SERVERS = 256
 """Each is a label of its own in the metrics."""
 
+_SECTIONS = (
+    "prefill",
+    "handoff",
+    "health",
+    "warm_up",
+    "scrape",
+    "limits",
+    "drain",
+    "observe",
+    "tracing",
+    "envoy",
+    "tls",
+    "epp",
+)
+"""Their numbers are positive."""
+
 _MAY_BE_ZERO = (
     ("drain", "delay_s"),
+    ("epp", "fallback_endpoints"),
+    ("epp", "ready_after_s"),
     ("observe", "sample"),
     ("prefill", "retries"),
     ("tracing", "sample_ratio"),
@@ -363,17 +453,24 @@ _MAY_BE_ZERO = (
 class Config(_Section, frozen=True, kw_only=True):
     """Everything `baton serve` and `baton envoy-config` need."""
 
-    workers: Workers
-    listen: str = "unix:/run/baton/extproc.sock"
-    """The gRPC server that Envoy's ext_proc filter calls."""
+    workers: Workers = Workers()
+    listen: str = _LISTEN
+    """The gRPC server that Envoy's ext_proc filter calls. With `epp.enabled` its default is `0.0.0.0:9002`."""
     transport: Literal["grpc", "lean"] = "lean"
-    """What carries it. `lean`: a small HTTP/2 server of our own, for a tenth of the CPU. `grpc`: grpc.aio. Both are plaintext:
-    for a socket that Envoy shares, or a network of your own."""
+    """What carries it. `lean`: a small HTTP/2 server of our own, for a tenth of the CPU. `grpc`: grpc.aio. Without `tls` both are
+    plaintext: for a socket that Envoy shares, or a network of your own."""
+    tls: Tls = Tls()
     processes: int = 1
     """Processes that share the work, one core each; `baton serve --processes` says it too. With more than 1 they listen at
     `listen` and a suffix: `.0`, `.1` and so on after a path, and from the port upwards. See [operations](operations.md)."""
-    admin: str = "127.0.0.1:9003"
-    """`/metrics`, `/healthz`, and `/debug/…`, which shows decisions but no prompt."""
+    admin: str = _ADMIN
+    """`/metrics`, `/healthz`, and `/debug/…`, which shows decisions but no prompt. With `epp.enabled` its default is
+    `127.0.0.1:9091`."""
+    epp: Epp = Epp()
+    admin_hosts: list[str] = []
+    """Names by which the admin port may be called (the `Host` header), beside addresses, `localhost`, names without a dot and
+    those of a cluster (`….svc`, `….cluster.local`, `….internal`). Others are refused: a page of somebody else could get at it
+    with a name that it makes point here."""
     prefill: Prefill = Prefill()
     handoff: Handoff = Handoff()
     routing: Routing = Routing()
@@ -391,6 +488,9 @@ class Config(_Section, frozen=True, kw_only=True):
     policies: list[PolicyRule] = []
     """What holds for which requests. The first that matches is the one; without any, the defaults of a policy hold."""
     models: Models = Models()
+    pools: list[PoolRule] = []
+    """Several pools of workers behind one gateway, the first that takes a worker has it. None: all workers serve each other."""
+    routes: Routes = Routes()
     log_level: str = "info"
     """debug, info, warning or error; every request is one line at info."""
     log_format: Literal["json", "text"] = "json"
@@ -402,6 +502,10 @@ class Config(_Section, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         """Refuse what cannot work, naming the field. Raises ConfigError."""
+        if self.epp.enabled:
+            for name, default, instead in (("listen", _LISTEN, _EPP_LISTEN), ("admin", _ADMIN, _EPP_ADMIN)):
+                if getattr(self, name) == default:
+                    msgspec.structs.force_setattr(self, name, instead)
         for field, text in (
             ("listen", self.listen),
             ("admin", self.admin),
@@ -413,13 +517,16 @@ class Config(_Section, frozen=True, kw_only=True):
         ):
             _address(field, text)
         _check_processes(self)
-        _check_workers(self.workers)
+        _check_tls(self)
+        _check_epp(self)
+        _check_workers(self.workers, needed=not self.routes.only)
+        _check_security(self)
         if len(self.cache_servers) > _MAX_CACHE_SERVERS:
             raise ConfigError(f"cache_servers: {len(self.cache_servers)} are more than {_MAX_CACHE_SERVERS}")
         for index, text in enumerate(self.cache_servers):
             if _address(f"cache_servers[{index}]", text).path:
                 raise ConfigError(f"cache_servers[{index}]: {text!r} is not host:port")
-        for section in ("prefill", "handoff", "health", "warm_up", "scrape", "limits", "drain", "observe", "tracing", "envoy"):
+        for section in _SECTIONS:
             values: dict[str, Any] = msgspec.structs.asdict(getattr(self, section))
             for name, value in values.items():
                 if isinstance(value, int | float) and not isinstance(value, bool):
@@ -457,7 +564,8 @@ class Config(_Section, frozen=True, kw_only=True):
                 f"envoy.idle_timeout_s ({self.envoy.idle_timeout_s:g} s) must be longer than prefill.timeout_s "
                 f"({self.prefill.timeout_s:g} s): Envoy's idle timer runs while a prefill is awaited"
             )
-        _check_policies(self.policies, self.workers, self.prefill)
+        _check_routes(self)
+        _check_policies(self)
         if self.log_level not in ("debug", "info", "warning", "error"):
             raise ConfigError(f"log_level: {self.log_level!r} is not one of debug, info, warning, error")
 
@@ -474,11 +582,23 @@ class Config(_Section, frozen=True, kw_only=True):
     @property
     def unseen_answers(self) -> bool:
         """Whether Envoy is told not to show good answers where the filter marks it so: then its log must tell of them."""
-        return self.envoy.access_log and self.envoy.body_mode != "full_duplex_both"
+        return self.access_log and self.envoy.body_mode != "full_duplex_both"
+
+    @property
+    def access_log(self) -> bool:
+        """Whether Envoy reports requests to the filter when they are over."""
+        return self.envoy.access_log and not self.epp.enabled
+
+    @property
+    def tls_mode(self) -> Literal["none", "self_signed", "files"]:
+        """What holds at `listen`."""
+        return self.tls.mode or ("self_signed" if self.epp.enabled else "none")
 
     @property
     def watches(self) -> bool:
         """Whether any stream may be watched."""
+        if self.epp.enabled:
+            return False
         allowed = any("observe" in rule.allow_overrides for rule in self.policies)
         return bool(self.observe.sample) or allowed or any(rule.observe.sample for rule in self.policies)
 
@@ -502,6 +622,49 @@ def _check_processes(config: Config) -> None:
         _address(f"listen with processes: {config.processes}", str(address))
         if str(address) in taken:
             raise ConfigError(f"listen: with processes: {config.processes} also {address}, where something else listens")
+
+
+def _check_tls(config: Config) -> None:
+    """Raises ConfigError."""
+    tls = config.tls
+    for name in ("cert_file", "key_file"):
+        if config.tls_mode == "files" and not getattr(tls, name):
+            raise ConfigError(f"tls.{name}: mode files needs it")
+        if config.tls_mode != "files" and getattr(tls, name) is not None:
+            raise ConfigError(f"tls.{name}: goes with mode: files")
+    if config.tls_mode == "none" and tls.client_ca_file is not None:
+        raise ConfigError("tls.client_ca_file: in plaintext no client shows a certificate; tls.mode is needed")
+    if config.tls_mode != "none" and Address.parse(config.listen).path:
+        raise ConfigError("tls.mode: on a unix socket nobody listens in; a TCP address at `listen` is needed, or mode: none")
+
+
+def _check_epp(config: Config) -> None:
+    """Raises ConfigError."""
+    epp = config.epp
+    if not epp.enabled:
+        return
+    if config.processes > 1:
+        raise ConfigError(
+            f"processes: {config.processes} listen at as many ports, and an endpoint picker has one: "
+            "with epp.enabled, run replicas instead"
+        )
+    if Address.parse(config.listen).path:
+        raise ConfigError("listen: epp.enabled needs a TCP port, which the gateway connects to")
+    if epp.fallback_endpoints > _MOST_FALLBACKS:
+        raise ConfigError(f"epp.fallback_endpoints: {epp.fallback_endpoints} are more than {_MOST_FALLBACKS}")
+    taken: dict[int, str] = {}
+    for field, text in (
+        ("listen", config.listen),
+        ("admin", config.admin),
+        ("epp.health_listen", epp.health_listen),
+        ("epp.metrics_listen", epp.metrics_listen),
+    ):
+        if text is None:
+            continue
+        port = _address(field, text).port
+        if port and port in taken:
+            raise ConfigError(f"{field}: port {port} is that of {taken[port]}")
+        taken[port] = field
 
 
 class Collector(msgspec.Struct, frozen=True):
@@ -563,12 +726,12 @@ def _check_tracing(tracing: Tracing) -> None:
         )
 
 
-def _check_workers(workers: Workers) -> None:
+def _check_workers(workers: Workers, *, needed: bool) -> None:
     try:
         listed = workers.endpoint_set()
     except ListingError as error:
         raise ConfigError(f"workers.{error}") from error
-    if workers.file is None and not workers.dns:
+    if needed and workers.file is None and not workers.dns:
         for role in ("prefill", "decode"):
             if not (getattr(listed, role) or listed.both):
                 raise ConfigError(f"workers.{role}: at least one worker is needed, here or from `file` or `dns`")
@@ -593,15 +756,61 @@ def _check_workers(workers: Workers) -> None:
             raise ConfigError(f"workers.dns_servers[{index}]: {error}") from None
 
 
-def _check_policies(rules: Sequence[PolicyRule], workers: Workers, prefill: Prefill) -> None:
-    listed = workers.endpoint_set()
-    all_known = workers.file is None and not workers.dns
+def _check_security(config: Config) -> None:
+    for field, tls in (("workers.tls", config.workers.tls), ("envoy.extproc_tls", config.envoy.extproc_tls)):
+        fault = None if tls is None else tls_faults(tls)
+        if fault is not None:
+            raise ConfigError(f"{field}.{fault}")
+    for index, text in enumerate(config.workers.networks):
+        try:
+            ip_network(text)
+        except ValueError as error:
+            raise ConfigError(f"workers.networks[{index}]: {error}") from None
+    try:
+        RemoteHosts(config.handoff.remote_hosts)
+    except ValueError as error:
+        raise ConfigError(f"handoff.remote_hosts: {error}") from None
+    if config.workers.replace_credentials and config.envoy.filter_down == "round_robin":
+        raise ConfigError(
+            "workers.replace_credentials: does not go with envoy.filter_down: round_robin, where clients' own credentials would "
+            "reach the workers"
+        )
+    if config.workers.replace_credentials and config.workers.api_key_file is None:
+        raise ConfigError("workers.replace_credentials: needs workers.api_key_file, where the key is")
+    for index, text in enumerate(config.admin_hosts):
+        if not text or ":" in text or "/" in text or text != text.strip():
+            raise ConfigError(f"admin_hosts[{index}]: {text!r} is not a name without port")
+
+
+def _all_known(config: Config) -> bool:
+    """Whether all workers there will be stand in the configuration."""
+    return config.workers.file is None and not config.workers.dns and not config.routes.only
+
+
+def _check_routes(config: Config) -> None:
+    try:
+        check_pools(config.pools, config.workers.endpoint_set() if _all_known(config) else None)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    if config.pools and config.envoy.filter_down == "round_robin":
+        raise ConfigError(
+            "envoy.filter_down: round_robin does not go with pools: without the filter nobody reads which pool a request is for"
+        )
+    if config.routes.only and config.epp.enabled:
+        raise ConfigError("routes.only: does not go with epp.enabled: an endpoint picker chooses workers, and this filter none")
+    if config.routes.only and config.workers != Workers():
+        raise ConfigError("routes.only: with workers beside it; such a filter chooses none, and goes by `pools` and `policies`")
+
+
+def _check_policies(config: Config) -> None:
+    listed, all_known = config.workers.endpoint_set(), _all_known(config)
     try:
         check_policies(
-            rules,
-            prefill_retries=prefill.retries,
-            prefill_labels=[spec.labels for spec in (*listed.prefill, *listed.both)] if all_known else None,
-            decode_labels=[spec.labels for spec in (*listed.decode, *listed.both)] if all_known else None,
+            config.policies,
+            prefill_retries=config.prefill.retries,
+            prefill_labels=pooled_labels(config.pools, (*listed.prefill, *listed.both)) if all_known else None,
+            decode_labels=pooled_labels(config.pools, (*listed.decode, *listed.both)) if all_known else None,
+            pools=[rule.name for rule in config.pools],
         )
     except ValueError as error:
         raise ConfigError(str(error)) from None

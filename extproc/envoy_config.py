@@ -54,7 +54,7 @@ from envoy_data_plane.google import protobuf
 from envoy_data_plane.xds.core import v3 as xds_core
 from envoy_data_plane.xds.type.matcher import v3 as xds_matcher
 
-from extproc import filter_down, stream_tokens
+from extproc import envoy_tls, filter_down, stream_tokens
 from extproc.config import BODY_HEADROOM_BYTES, Address, Config, ConfigError, Envoy, Prefill, Tracing, Workers, collector
 from extproc.filter_down import OPEN_HEADER
 from extproc.headers import (
@@ -114,6 +114,8 @@ _EXTPROC_SLACK_S = 30.0
 # `x-baton-decision`.
 _MUTABLE_HEADERS = "content-(length|type)|retry-after|x-(request-id|gateway-d.*|kv-t.*|prefiller-h.*|baton-.*)"
 _MUTABLE_TRACE = "|tracep.*"
+_MUTABLE_CREDENTIALS = "|authorization|x-api-key"
+_EXPRESSION_SIZE = 200
 _TRACE_HEADERS = ("traceparent", "tracestate")
 _STATS_TIMEOUT = timedelta(seconds=10)
 _STATS_AT_ONCE = 4
@@ -195,6 +197,7 @@ def build(config: Config) -> bootstrap.Bootstrap:
         static_resources=bootstrap.BootstrapStaticResources(listeners=listeners, clusters=clusters),
         dynamic_resources=_ads() if _asks_filter(config) else None,
         stats_config=_stats_config(),
+        layered_runtime=_longer_expressions() if config.workers.replace_credentials else None,
         overload_manager=_overload_manager(config),
     )
 
@@ -338,7 +341,7 @@ def _ext_proc_filter(config: Config) -> hcm.HttpFilter:
             forwarding_namespaces=ext_proc.MetadataOptionsMetadataNamespaces(untyped=[LB_NAMESPACE]),
         ),
         response_attributes=[] if config.envoy.pin == "exact" else [UPSTREAM_ATTRIBUTE],
-        mutation_rules=_mutation_rules(traced=config.tracing.endpoint is not None),
+        mutation_rules=_mutation_rules(config),
         allow_mode_override=True,
         failure_mode_allow=_opens(config),
     )
@@ -438,12 +441,22 @@ def _usage() -> hcm.HttpFilter:
     return _for_marked("stream_tokens", USAGE_KEY, _extension("envoy.filters.http.lua", lua.Lua(default_source_code=source)))
 
 
-def _mutation_rules(*, traced: bool) -> mutation_rules.HeaderMutationRules:
+def _mutation_rules(config: Config) -> mutation_rules.HeaderMutationRules:
+    traced = _MUTABLE_TRACE if config.tracing.endpoint is not None else ""
+    replaced = _MUTABLE_CREDENTIALS if config.workers.replace_credentials else ""
     return mutation_rules.HeaderMutationRules(
         disallow_all=True,
-        allow_expression=matcher.RegexMatcher(regex=_MUTABLE_HEADERS + (_MUTABLE_TRACE if traced else "")),
+        allow_expression=matcher.RegexMatcher(regex=_MUTABLE_HEADERS + traced + replaced),
         disallow_is_error=True,
     )
+
+
+def _longer_expressions() -> bootstrap.LayeredRuntime:
+    """Envoy refuses a regular expression of more than 100 RE2 instructions, which the filter's own headers about need."""
+    layer = bootstrap.RuntimeLayer(
+        name="expressions", static_layer=protobuf.Struct.from_dict({"re2.max_program_size.error_level": _EXPRESSION_SIZE})
+    )
+    return bootstrap.LayeredRuntime(layers=[layer])
 
 
 # --- the listener that only the filter connects to --------------------------------------------------------------------
@@ -544,6 +557,7 @@ def _workers(name: str, config: Config) -> cluster.Cluster:
         circuit_breakers=_worker_circuit_breaker(config.envoy),
         upstream_connection_options=cluster.UpstreamConnectionOptions(tcp_keepalive=_keepalive()),
         typed_extension_protocol_options=_protocol(protocol),
+        transport_socket=envoy_tls.to_workers(config),
     )
     if config.envoy.pin == "original_dst":
         made.type = cluster.ClusterDiscoveryType.ORIGINAL_DST
@@ -665,7 +679,10 @@ def _dead_ones(count: int) -> cluster.OutlierDetection:
 
 
 def _watch_cluster(config: Config) -> cluster.Cluster:
-    return _grpc_cluster(WATCH_CLUSTER, Address.parse(config.watch_listen))
+    listen = Address.parse(config.watch_listen)
+    made = _grpc_cluster(WATCH_CLUSTER, listen)
+    made.transport_socket = envoy_tls.to_filter(config, listen)
+    return made
 
 
 def _extproc(config: Config) -> cluster.Cluster:
@@ -679,6 +696,7 @@ def _extproc(config: Config) -> cluster.Cluster:
     )
     made = _grpc_cluster(EXTPROC_CLUSTER, *config.listens)
     made.health_checks = [check]
+    made.transport_socket = envoy_tls.to_filter(config, config.listens[0])
     made.common_lb_config = cluster.ClusterCommonLbConfig(healthy_panic_threshold=types.Percent(value=0.0))
     return made
 

@@ -121,6 +121,7 @@ _COMMENTS: Mapping[str, str] = {
     "tracing.custom_tags": "No query: clients put keys there.",
     "request_id_extension": "A client's request id stays as it is, and has no part in sampling: that is the sampler's.",
     "sampler.typed_config": "As the caller has decided; this share of those that nobody has decided about.",
+    "layered_runtime": "The expression of what the filter may change is longer than Envoy takes by default.",
     "mutation_rules": "What the filter may change. Anything else is a bug and fails the request.",
     "listeners.stats": "Statistics for a Prometheus elsewhere: one page of the admin port, and nothing else of it.",
     "listeners.prefill_loop": "The filter makes its prefill calls here, for Envoy's connection pools and statistics.",
@@ -149,6 +150,11 @@ _COMMENTS: Mapping[str, str] = {
     "clusters.decode.original_dst_lb_config": (
         "Whatever address the filter named. Only the filter can write this metadata; without it the answer is 503."
     ),
+    "clusters.decode.transport_socket": (
+        "TLS, with certificates that are read again when they change: see `envoy.secrets_dir`."
+    ),
+    "combined_validation_context": "Signed by these authorities, and for this name: nothing else is a worker, or the filter.",
+    "clusters.extproc.transport_socket": "TLS to the filter. Without a validation context any certificate is taken.",
     "clusters.extproc.load_balancing_policy": "The filter is several processes: the one with the fewest open requests.",
     "clusters.extproc.outlier_detection": (
         "A process that is gone is left out at the first connection that it refuses: the retry goes to another one."

@@ -32,7 +32,7 @@ from extproc import apart, wire
 from extproc.attempts import Ask
 from extproc.errors import ApiError, RelayedError
 from extproc.forms import refuse_transfer_fields
-from extproc.headers import DECISION_HEADER, ROUTING_HEADERS
+from extproc.headers import CREDENTIAL_HEADERS, DECISION_HEADER, ROUTING_HEADERS
 from extproc.inference import InferenceRequest, parse
 from extproc.journey import Journey, OverError, Parts, Phase, ProtocolError
 from extproc.observe.own_time import ANSWER, PARSE, PHASES, REPLY
@@ -74,6 +74,9 @@ class Filter:
         self._request_log = parts.request_log or RequestLog(parts.log)
         self._phases = [parts.metrics.filter_phase_seconds.child(phase) for phase in PHASES]
         self._own = parts.metrics.filter_seconds.child()
+        # What stands in their place is on every request already.
+        replaced = () if parts.credentials is None else CREDENTIAL_HEADERS
+        self._forwarded = tuple(name for name in _FORWARDED if name not in replaced)
         self.open_streams = 0
         self.held_bytes = 0
 
@@ -148,6 +151,9 @@ class Filter:
         if forbidden:
             parts.metrics.removed_headers.inc()
         forbidden += tuple(override_headers(headers))
+        if (own := parts.credentials) is not None:
+            forbidden += tuple(name for name in CREDENTIAL_HEADERS if name in headers and name not in own)
+            journey.onward.update(own)
         if how is Treatment.MODELS and (models := parts.pool.models()):
             record.outcome, record.status = "models", 200
             cards = parts.intake.names.cards(models)
@@ -157,6 +163,21 @@ class Filter:
         if head.end_of_stream:
             if how.apart:
                 raise ApiError("empty_body", "the request needs a JSON body")
+            await self._serve_bodiless(journey, headers, forbidden)
+        else:
+            change = wire.Mutation(remove_headers=forbidden, watch_answer=how.apart, tags=journey.marks("none"))
+            await stream.pass_headers(change)
+            journey.enter(PARSE)
+            try:
+                body = await self._read_body(journey, head)
+                await self._serve_body(journey, headers, body)
+            finally:
+                self.held_bytes -= record.body_bytes
+        journey.enter(ANSWER)
+        await journey.to_the_end()
+
+    async def _serve_bodiless(self, journey: Journey, headers: dict[str, str], forbidden: tuple[str, ...]) -> None:
+        """It is all in the headers."""
             decode = journey.place_other()
             record.outcome = "whole"
             tags = journey.marks("none")
@@ -257,7 +278,7 @@ class Filter:
                 request=request,
                 body=body,
                 path=record.path,
-                headers={**{name: headers[name] for name in _FORWARDED if name in headers}, **journey.onward},
+                headers={**{name: headers[name] for name in self._forwarded if name in headers}, **journey.onward},
                 model=job.model or "",
                 decode=decode.address,
                 request_id=record.request_id,

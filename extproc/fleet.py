@@ -26,6 +26,7 @@ from extproc.observe.metrics import Metrics
 from extproc.observe.probe import Prober
 from extproc.routing.endpoint_spec import EndpointSet
 from extproc.routing.pool import Endpoint, Pool, Role
+from extproc.tls.workers import PLAIN, WorkerLink
 from extproc.warm_up import WarmUp
 from extproc.xds_server import EndpointServer
 
@@ -48,6 +49,7 @@ class Fleet:
         log: Logger,
         on_change: Callable[[], None],
         own_headers: Mapping[str, str],
+        link: WorkerLink = PLAIN,
         leads: Callable[[], bool] = lambda: True,
     ) -> None:
         """``on_change`` is called when a worker comes, goes, or changes between live and not; ``own_headers``: see
@@ -68,9 +70,17 @@ class Fleet:
         self._scrapes: dict[str, Scrape] = {}
         self._shown: set[tuple[str, str]] = set()
         self.endpoints = EndpointServer(log, on_nack=lambda: metrics.discovery_reloads.labels("envoy", "refused").inc())
-        self._prober = Prober(self.pool, config.health, log, self._on_probe, own_headers=own_headers)
+        self._prober = Prober(
+            self.pool,
+            config.health,
+            log,
+            self._on_probe,
+            own_headers=own_headers,
+            link=link,
+            on_failure=lambda kind: metrics.probe_failures.labels(kind).inc(),
+        )
         self._discovery = Discovery(
-            sources(config.workers),
+            sources(config.workers, self._on_refused),
             on_change=self._on_discovery,
             on_outcome=lambda source, outcome: metrics.discovery_reloads.labels(source, outcome).inc(),
             log=log,
@@ -80,6 +90,7 @@ class Fleet:
             self._on_scrape,
             lambda _address, _reason: metrics.scrapes.labels("failed").inc(),
             settings=config.scrape,
+            link=link,
         )
         self._told: dict[str, list[str]] = {}
         """What Envoy reads in its files, if it was written here."""
@@ -117,6 +128,7 @@ class Fleet:
                 ]
                 for role in Role
             },
+            "faults": self._prober.faults(),
             "leaving": [each.address for each in self.pool.endpoints if each.leaving],
             "warm_up": self._warm_up.status(),
             "discovery": self._discovery.status(),
@@ -129,6 +141,10 @@ class Fleet:
         self.pool.replace(found)
         self._router.sync()
         self._changed()
+
+    def _on_refused(self, source: str, address: str, why: str) -> None:
+        self._log.error("endpoint_refused", source=source, endpoint=address, why=why)
+        self._metrics.endpoints_refused.labels(source).inc()
 
     def _on_probe(self, endpoint: Endpoint) -> None:
         if endpoint.live:

@@ -10,6 +10,9 @@ DESTINATION_HEADER: Final = "x-gateway-destination-endpoint"
 KV_TRANSFER_HEADER: Final = "x-kv-transfer"
 """How the KV blocks reach the decode worker; set by the filter, read by logs, debug headers and the worker."""
 
+CREDENTIAL_HEADERS: Final = ("authorization", "x-api-key")
+"""Who asks: a client's, or with `workers.replace_credentials` the filter's own."""
+
 PREFILLER_HEADER: Final = "x-prefiller-host-port"
 """llm-d's sidecar calls the prefill worker that stands here, ``ip:port``."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -31,6 +31,8 @@ from extproc.observe.promises import Promise
 from extproc.observe.request_log import RequestLog
 from extproc.observe.tags import NONE, OTHER, Mode, Tags
 from extproc.paths import Treatment
+from extproc.pools.choice import pool_of
+from extproc.pools.routes import RouteHeaders
 from extproc.prompt import BytesPerToken
 from extproc.recent import Recent
 from extproc.release import Releaser
@@ -45,6 +47,9 @@ if TYPE_CHECKING:  # it imports the library, which is not even looked for where 
     from extproc.observe.tracing import RequestTrace, Tracing
 
 T = TypeVar("T")
+
+AT_ONCE = Aims(policy="other", held=False)
+"""Of what is no prompt."""
 
 
 class Phase(Enum):
@@ -95,6 +100,8 @@ class Record(msgspec.Struct):
     prefill: str | None = None
     decode: str | None = None
     policy: str | None = None
+    pool: str | None = None
+    """Of its workers, where there are pools."""
     queued_ms: float | None = None
     prefill_ms: float | None = None
     blocks: int | None = None
@@ -127,13 +134,23 @@ class Parts(msgspec.Struct, frozen=True):
     """What the live page shows of the last seconds."""
     request_log: RequestLog | None = None
     """What takes the lines of requests; None: the log."""
+    credentials: Mapping[str, str] | None = None
+    """What requests carry in place of their clients' credentials; None: they keep those."""
     tracing: Tracing | None = None
+    routes: RouteHeaders = RouteHeaders()
+    """What Envoy's routes go by."""
     clock: Callable[[], float] = time.monotonic
 
     def served_elsewhere(self, request_id: str, chosen: str, served: str) -> None:
         """Envoy took another worker than it was told to."""
         self.metrics.served_elsewhere.inc()
         self.log.error("served_elsewhere", request_id=request_id, chosen=chosen, served=served)
+
+
+    def unknown_to_envoy(self, request_id: str, chosen: str, pool: str | None) -> None:
+        """Envoy answered in the worker's place, because it is not in the cluster that the route led to."""
+        self.metrics.unknown_to_envoy.inc()
+        self.log.error("unknown_to_envoy", request_id=request_id, chosen=chosen, pool=pool)
 
 
 class Journey:
@@ -240,6 +257,7 @@ class Journey:
         if ticket.waiting is not None:
             self.own.add(QUEUE, self.parts.clock() - ticket.waiting.came_s - decision.queued_s)
         self.record.decode, self.record.policy = decision.decode, decision.policy
+        self.record.pool = pool_of(job.aims.decode_labels)
         self.record.cached_tokens = decision.cached_tokens
         if self.trace is not None:
             self.trace.decision = decision
@@ -307,17 +325,23 @@ class Journey:
         self.parts.recent.answered(answer.status)
         if answer.served is not None and answer.served != chosen:
             self.parts.served_elsewhere(self.record.request_id, chosen, answer.served)
+        if answer.status == 503 and answer.served is None and self.parts.config.envoy.pin == "exact":
+            self.parts.unknown_to_envoy(self.record.request_id, chosen, self.record.pool)
         # An error of the client's is none of the worker's. A 500 may be a handoff that it could not read.
         self.parts.dispatcher.answered(ticket, ok=answer.status < 500, pair_fault=answer.status == 500)
 
-    def place_other(self, size_bytes: int = 0) -> Endpoint:
-        """A decode worker for what is no prompt, at once. Raises ApiError."""
+    def route(self, decode: Endpoint) -> Mapping[str, str]:
+        """The headers by which Envoy chooses the route to this worker; none where it has but one."""
+        return self.parts.routes.of(None if self.job is None else self.job.model, decode.labels)
+
+    def place_other(self, size_bytes: int = 0, *, model: str | None = None, aims: Aims = AT_ONCE) -> Endpoint:
+        """A decode worker for what is no prompt, at once; ``model``: only one that serves it. Raises ApiError."""
         now_s = self.parts.clock()
         job = self.job = Job(
-            model=None,
+            model=model,
             chain=_NO_CHAIN,
             tokens=max(size_bytes // 4, 1),
-            aims=_AT_ONCE,
+            aims=aims,
             arrived_s=now_s,
             deadline_s=now_s,
             handoff=False,
@@ -326,6 +350,7 @@ class Journey:
         self.held.callback(self.parts.dispatcher.finish, ticket)
         assert ticket.decode is not None
         self.record.decode = ticket.decode.address
+        self.record.pool = pool_of(ticket.decode.labels)
         self.whole_to(ticket.decode.address)
         return ticket.decode
 
@@ -334,4 +359,3 @@ _ESTIMATE_SLACK = 1.5
 """Times the estimate of a prompt's tokens: so many it may have."""
 
 _NO_CHAIN = Chain(array("Q"), 1.0)
-_AT_ONCE = Aims(policy="other", held=False)

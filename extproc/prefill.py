@@ -17,6 +17,7 @@ from extproc.http1 import request
 from extproc.http1.connection import Answer, Limits, Target
 from extproc.http1.errors import ConnectError, HttpError, RefusedError, TooLargeError
 from extproc.http1.pool import Exchange, Pool, Settings
+from extproc.tls.workers import PLAIN, WorkerLink
 
 # uvicorn, the engine's server, closes a connection after 5 s of silence; a call sent just then would break.
 _KEEPALIVE_S = 4.0
@@ -36,8 +37,10 @@ class _Way(NamedTuple):
 class PrefillClient:
     """Calls prefill workers. Use as an async context manager."""
 
-    def __init__(self, settings: Prefill) -> None:
+    def __init__(self, settings: Prefill, link: WorkerLink = PLAIN) -> None:
+        """``link`` holds for workers, not for Envoy's listener, which is on this machine."""
         self._settings = settings
+        self._link = link
         self._via = None if settings.via == "direct" else Address.parse(settings.via)
         # What a request carries besides; a client's header of the same name does not count.
         self._own = frozenset(
@@ -52,6 +55,7 @@ class PrefillClient:
             Settings(connect_s=self._settings.connect_timeout_s, idle_s=_KEEPALIVE_S),
             Limits(body_bytes=self._settings.max_reply_bytes),
             mark=ORIGIN_HEADER.encode(),
+            tls=self._link if self._via is None and self._link.context is not None else None,
         )
         return self
 

@@ -17,6 +17,8 @@ from extproc.config import Handoff as Settings
 from extproc.handoff import Handoff
 from extproc.observe.logs import Logger
 from extproc.observe.metrics import Metrics
+from extproc.tls.reasons import tls_reason
+from extproc.tls.workers import PLAIN, WorkerLink
 
 _NO_SUCH_MODEL = "baton-release-no-such-model"
 _PATH = "/v1/completions"
@@ -31,16 +33,19 @@ class Releaser:
     def __init__(
         self,
         settings: Settings,
-        decode_worker: Callable[[Collection[str]], str | None],
+        decode_worker: Callable[[str, Collection[str]], str | None],
         metrics: Metrics,
         log: Logger,
         *,
         own_headers: Mapping[str, str],
+        link: WorkerLink = PLAIN,
     ) -> None:
-        """``decode_worker`` names a live decode worker, ``ip:port``, none of those that it is given; ``own_headers``: see
+        """``decode_worker`` names a live decode worker for a prefill worker, both ``ip:port``, none of the others that it is
+        given; ``own_headers``: see
         :mod:`extproc.worker_key`."""
         self._settings = settings
-        self._headers = {"content-type": "application/json", **own_headers}
+        self._own_headers = own_headers
+        self._link = link
         self._decode_worker = decode_worker
         self._metrics = metrics
         self._log = log
@@ -121,7 +126,7 @@ class Releaser:
         )
         fault: str | None = "no decode worker is live"
         asked: list[str] = []
-        while len(asked) < _WORKERS_ASKED and (worker := self._decode_worker(asked)) is not None:
+        while len(asked) < _WORKERS_ASKED and (worker := self._decode_worker(handoff.prefill, asked)) is not None:
             fault = await self._ask(worker, body)
             if fault is None:
                 return None
@@ -130,7 +135,10 @@ class Releaser:
 
     async def _ask(self, worker: str, body: bytes) -> str | None:
         try:
-            async with self._session.post(f"http://{worker}{_PATH}", data=body, headers=self._headers) as response:
+            headers = {"content-type": "application/json", **self._own_headers}
+            async with self._session.post(
+                self._link.url(worker, _PATH), data=body, headers=headers, **self._link.how
+            ) as response:
                 return None if response.status == 404 else f"{worker} answered {response.status}"
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            return f"{worker}: {type(error).__name__}"
+            return f"{worker}: {tls_reason(error) or type(error).__name__}"

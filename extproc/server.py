@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from extproc import __version__, admin, memory, wire, worker_key
+from extproc import __version__, admin, memory, wire
 from extproc.attempts import Prefiller
 from extproc.config import Address, Config, ConfigError
 from extproc.debug import Debug
@@ -44,10 +44,13 @@ from extproc.release import Releaser
 from extproc.routing.endpoint_spec import EndpointSet
 from extproc.routing.pool import Pool
 from extproc.routing.router import Router
+from extproc.tls.files import FileFollower
+from extproc.tls.workers import WorkerLink
 from extproc.transport.call import Server as GrpcServer
 from extproc.transport.choose import make_server
 from extproc.warm_call import Meeting
 from extproc.warm_up import WarmUp
+from extproc.worker_key import WorkerKey
 
 if TYPE_CHECKING:  # it imports the library, which is not even looked for where tracing is off
     from extproc.observe.tracing import Tracing
@@ -117,9 +120,13 @@ class Server:
         leads = (lambda: True) if siblings is None else siblings.leads
         recent = Recent()
         live = Live(config, dispatcher, recent, self._status, log=self._log, times=self._observer.times.snapshot)
-        own_headers = worker_key.headers(config.workers.api_key_file)
-        releaser = Releaser(config.handoff, live_decode_worker(router), self._metrics, self._log, own_headers=own_headers)
-        meeting = Meeting(config, connector, releaser, pulse, own_headers=own_headers)
+        own_headers = WorkerKey(config.workers.api_key_file)
+        link = WorkerLink(config.workers.tls)
+        secrets = self._follow_secrets(own_headers, link)
+        releaser = Releaser(
+            config.handoff, live_decode_worker(router), self._metrics, self._log, own_headers=own_headers, link=link
+        )
+        meeting = Meeting(config, connector, releaser, pulse, own_headers=own_headers, link=link)
         warm_up = self._warm_up = WarmUp(
             config,
             dispatcher,
@@ -139,13 +146,14 @@ class Server:
                 log=self._log,
                 on_change=self._on_endpoint_change,
                 own_headers=own_headers,
+                link=link,
                 leads=leads,
             )
         except SourceError as error:
             raise OSError(str(error)) from error
         self._expose_routing(router)
         tracing = self._open_tracing()
-        async with PrefillClient(config.prefill) as client, releaser, meeting:
+        async with PrefillClient(config.prefill, link) as client, releaser, meeting:
             prefiller = Prefiller(
                 client=client,
                 dispatcher=dispatcher,
@@ -173,13 +181,14 @@ class Server:
                     log=self._log,
                     recent=recent,
                     request_log=self._request_log,
+                    credentials=own_headers if config.workers.replace_credentials else None,
                     tracing=tracing,
                 )
             )
             self._metrics.streams.set_function(lambda: filter_.open_streams)
             background = [
                 asyncio.create_task(part.run())
-                for part in (fleet, dispatcher, pulse, live, self._cache_servers, self._observer)
+                for part in (fleet, dispatcher, pulse, live, self._cache_servers, self._observer, secrets)
             ]
             if siblings is not None:
                 siblings.on_lead = fleet.lead
@@ -193,7 +202,7 @@ class Server:
                 dispatcher, Explainer(config), bytes_per_token, self._observer, max_body_bytes=config.limits.max_body_bytes
             )
             runner = await admin.start(
-                Address.parse(config.admin), self._metrics, self._status, debug, live, **self._shown_with_siblings()
+                Address.parse(config.admin), self._metrics, self._status, debug, live, hosts=config.admin_hosts, **self._shown_with_siblings()
             )
             memory.collect_rarely()
             self._log.info(
@@ -247,6 +256,20 @@ class Server:
         return {"process": str(member.index), "siblings": None if member.index else SiblingPages(member)}
 
     # -- parts -------------------------------------------------------------------------------------------------------------
+
+    def _follow_secrets(self, key: WorkerKey, link: WorkerLink) -> FileFollower:
+        """What reads keys and certificates again when they change."""
+        if self._config.workers.tls is not None and self._config.workers.tls.insecure_skip_verify:
+            self._log.warning(
+                "insecure_workers",
+                why="workers.tls.insecure_skip_verify: any certificate is taken; who is on the way reads and changes prompts",
+            )
+
+        def count(name: str, outcome: str) -> None:
+            self._metrics.secret_reloads.labels(name, outcome).inc()
+
+        self._secrets = FileFollower([*key.followed, *link.followed], self._log, count)
+        return self._secrets
 
     def _open_tracing(self) -> Tracing | None:
         """None: it is off. Raises ConfigError, OSError."""
@@ -305,6 +328,7 @@ class Server:
             "why": self._why_not(live=live, warm=warm),
             "draining": self._draining,
             **self._fleet.status(),
+            "secrets": self._secrets.status(),
             "cache_servers": self._cache_servers.status(),
             **self._observer.status(),
             **({} if self._siblings is None else {"process": self._siblings.status()}),

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 from ruamel.yaml import YAML
 
-from extproc import envoy_yaml, xds
+from extproc import envoy_tls, envoy_yaml, xds
 from extproc.config import Config, Drain, Envoy, Handoff, Prefill, Workers
 from extproc.policy_config import PolicyRule
 from extproc.routing.job import Mode
@@ -68,6 +68,7 @@ def write_configs(config: Config, run_dir: Path) -> tuple[Path, Path]:
     with config_file.open("w", encoding="utf-8") as file:
         YAML().dump(msgspec.to_builtins(config), file)
     envoy_file.write_text(envoy_yaml.render(config), encoding="utf-8")
+    envoy_tls.write_secrets(config)
     return config_file, envoy_file
 
 

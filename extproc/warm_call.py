@@ -25,6 +25,8 @@ from extproc.observe.load import Scrape, parse
 from extproc.observe.pulse import Pulse
 from extproc.prefill import PrefillClient
 from extproc.release import Releaser
+from extproc.tls.reasons import described, tls_reason
+from extproc.tls.workers import PLAIN, WorkerLink
 
 _PATH = "/v1/completions"
 _WORDS = ("red", "one", "sun", "day", "hot", "big", "sea", "top", "new", "cat", "ice", "old", "air", "far", "two", "cup")
@@ -47,6 +49,7 @@ class Meeting:
         releaser: Releaser,
         pulse: Pulse,
         own_headers: Mapping[str, str],
+        link: WorkerLink = PLAIN,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``own_headers``: see :mod:`extproc.worker_key`."""
@@ -59,7 +62,8 @@ class Meeting:
         self._metrics_max_bytes = config.scrape.max_bytes
         self._max_age_s = config.handoff.lease_s * config.handoff.max_age_share
         self._connect_s = config.prefill.connect_timeout_s
-        self._client = PrefillClient(msgspec.structs.replace(config.prefill, via="direct"))
+        self._client = PrefillClient(msgspec.structs.replace(config.prefill, via="direct"), link)
+        self._link = link
         self._headers = own_headers
 
     async def __aenter__(self) -> Meeting:
@@ -152,14 +156,16 @@ class Meeting:
             unread.callback(lambda: give_back())
             try:
                 async with self._session.post(
-                    f"http://{pair.decode}{_PATH}", data=msgspec.json.encode(sent), headers=headers, allow_redirects=False
+                    self._link.url(pair.decode, _PATH), data=msgspec.json.encode(sent), headers=headers, **self._link.how
                 ) as response:
                     answer = await bounded.read(response, self._max_bytes)
-            except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):
+            except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
                 give_back = partial(self._releaser.release, handoff)
-                raise MeetingError(f"{pair.decode}: the decode worker cannot be reached") from None
+                why = tls_reason(error)
+                said = "" if why is None else f": {why}"
+                raise MeetingError(f"{pair.decode}: the decode worker cannot be reached{said}") from None
             except (aiohttp.ClientError, OSError, bounded.TooLargeError) as error:
-                raise MeetingError(f"{pair.decode}: {type(error).__name__}: {error}") from None
+                raise MeetingError(f"{pair.decode}: {described(error)}") from None
             if response.status != 200:
                 give_back = partial(self._releaser.release, handoff)
                 raise MeetingError(f"{pair.decode}: the decode worker answered {response.status}: {_shown(answer)}")
@@ -168,7 +174,10 @@ class Meeting:
     async def _look(self, decode: str) -> Scrape:
         """What the worker counts; nothing, if it does not say."""
         try:
-            async with asyncio.timeout(self._connect_s), self._session.get(f"http://{decode}/metrics") as response:
+            async with (
+                asyncio.timeout(self._connect_s),
+                self._session.get(self._link.url(decode, "/metrics"), **self._link.how) as response,
+            ):
                 return parse(await bounded.read(response, self._metrics_max_bytes))
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError, bounded.TooLargeError):
             return Scrape()

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from extproc.config import Workers
 from extproc.discovery.dns import Dns, resolver
+from extproc.discovery.guarded import Guarded, Networks
 from extproc.discovery.listing import name_server
 from extproc.discovery.source import Source
 from extproc.discovery.static import Static
 from extproc.discovery.watched_file import WatchedFile
 
 
-def sources(workers: Workers) -> list[Source]:
-    """All of them; where two name one worker, the earlier one counts. Raises SourceError if there is no name server to ask."""
-    found: list[Source] = [Static(workers.endpoint_set())]
+def sources(workers: Workers, on_refused: Callable[[str, str, str], None]) -> list[Source]:
+    """All of them; where two name one worker, the earlier one counts. Raises SourceError if there is no name server to ask.
+
+    ``on_refused(kind, address, why)``: an address that no worker may have; see :mod:`extproc.discovery.guarded`.
+    """
+    found: list[Source] = []
     if workers.file is not None:
         found.append(WatchedFile(Path(workers.file)))
     if workers.dns:
@@ -30,4 +35,6 @@ def sources(workers: Workers) -> list[Source]:
                     labels=entry.labels,
                 )
             )
-    return found
+    # What the operator wrote into the configuration is meant.
+    networks = Networks(workers.networks)
+    return [Static(workers.endpoint_set()), *(Guarded(source, networks, on_refused) for source in found)]

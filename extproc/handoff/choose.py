@@ -14,7 +14,7 @@ def connector(settings: Settings) -> Connector:
     """The connector, with what it must know of the workers."""
     match settings.connector:
         case "nixl_pull":
-            return NixlPull()
+            return NixlPull(settings.remote_hosts)
         case "nixl_push":
             return NixlPush(settings.nixl_push)
         case "lmcache":

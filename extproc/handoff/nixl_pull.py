@@ -7,9 +7,12 @@ it goes on. Keys that we do not know go on untouched: the set grows with every r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from extproc.handoff import Flow, Handoff, HandoffError, Pair
+from extproc.handoff.remote_hosts import RemoteHosts, host_fault
 from extproc.paths import Treatment
 
 
@@ -50,6 +53,9 @@ def read_params(reply: bytes) -> tuple[bytes, Params]:
         raise HandoffError(f"kv_transfer_params: {error}") from None
     if not params.do_remote_prefill:
         raise HandoffError("kv_transfer_params: do_remote_prefill is not true")
+    fault = host_fault(params.remote_host, params.remote_port)
+    if fault is not None:
+        raise HandoffError(f"kv_transfer_params: {fault}")
     return raw, params
 
 
@@ -61,6 +67,10 @@ class NixlPull:
     apis = frozenset(how for how in Treatment if how.apart)
     bound = False
 
+    def __init__(self, remote_hosts: Sequence[str] = ()) -> None:
+        """``remote_hosts``: of the configuration. Raises ValueError."""
+        self._hosts = RemoteHosts(remote_hosts)
+
     def prefill_params(self, pair: Pair) -> bytes:  # noqa: ARG002
         """Ask the prefill worker to keep its blocks for a remote decode."""
         return b'{"do_remote_decode":true,"do_remote_prefill":false}'
@@ -68,6 +78,9 @@ class NixlPull:
     def accept(self, reply: bytes, pair: Pair) -> Handoff:
         """See Connector."""
         raw, params = read_params(reply)
+        fault = self._hosts.fault(params.remote_host, pair.prefill)
+        if fault is not None:
+            raise HandoffError(f"kv_transfer_params: {fault}")
         blocks = sum(len(group) if isinstance(group, list) else 1 for group in params.remote_block_ids)
         if not blocks:
             raise HandoffError("kv_transfer_params: remote_block_ids is empty")

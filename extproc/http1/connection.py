@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol, cast
 import httptools
 
 from extproc.http1.errors import BrokenError, HttpError, MalformedError, TooLargeError
+from extproc.tls.reasons import tls_reason
 
 PIECE_BYTES = 256 << 10
 """A larger body is written in pieces of this size, each when the one before it has left."""
@@ -174,7 +175,7 @@ class Connection(asyncio.Protocol):
         self._transport = None
         del self._parser  # it refers to us, and the collector of cycles may not come for long
         self._owner.lost(self)
-        why = type(exc).__name__ if exc is not None else "closed by the peer"
+        why = "closed by the peer" if exc is None else tls_reason(exc) or type(exc).__name__
         self._fail(BrokenError(f"the connection ended {'in' if self._known else 'before'} the answer ({why})"))
 
     def eof_received(self) -> bool:

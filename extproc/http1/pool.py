@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -16,6 +17,7 @@ from typing import NamedTuple, Protocol
 
 from extproc.http1.connection import Connection, Limits, Reply, Target
 from extproc.http1.errors import BrokenError, ConnectError, HttpError
+from extproc.tls.reasons import tls_reason
 
 _FULL_PAUSE_S = 0.005
 """How long to wait before the next try where the queue of a Unix socket is full; doubled each time, up to a limit."""
@@ -42,11 +44,33 @@ class Exchange(Protocol):
         """
 
 
+class Tls(Protocol):
+    """How connections are encrypted."""
+
+    @property
+    def context(self) -> ssl.SSLContext | None:
+        """For a new one; None: it is plain."""
+
+    @property
+    def server_name(self) -> str | None:
+        """What the peer's certificate must hold."""
+
+
 class Pool:
     """Connections to any number of targets. Belongs to the event loop that runs when it is made."""
 
-    def __init__(self, settings: Settings, limits: Limits, *, mark: bytes, clock: Callable[[], float] = time.monotonic) -> None:
-        """``mark``: see :class:`Connection`. ``clock`` must go on while the event loop stands still."""
+    def __init__(
+        self,
+        settings: Settings,
+        limits: Limits,
+        *,
+        mark: bytes,
+        tls: Tls | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``mark``: see :class:`Connection`. ``tls``: for all targets but Unix sockets. ``clock`` must go on while the event
+        loop stands still."""
+        self._tls = tls
         self._settings = settings
         self._limits = limits
         self._mark = mark
@@ -173,7 +197,7 @@ class Pool:
         except TimeoutError:
             raise ConnectError(f"no connection within {self._settings.connect_s:g} s") from None
         except (OSError, ValueError) as error:  # ValueError: a name that no name server can be asked for
-            raise ConnectError(f"no connection ({type(error).__name__})") from None
+            raise ConnectError(f"no connection ({tls_reason(error) or type(error).__name__})") from None
         if connection.open:  # it may have been lost again by now
             self._open.add(connection)
         return connection
@@ -183,7 +207,11 @@ class Pool:
             return Connection(self, target, self._limits, self._mark)
 
         if not target.path:
-            return (await self._loop.create_connection(made, target.host, target.port))[1]
+            context = None if self._tls is None else self._tls.context
+            if self._tls is None or context is None:
+                return (await self._loop.create_connection(made, target.host, target.port))[1]
+            named = self._tls.server_name
+            return (await self._loop.create_connection(made, target.host, target.port, ssl=context, server_hostname=named))[1]
         # Such a connection is there at once or never, and the event loops differ in how they see a full queue.
         with ExitStack() as unused:
             connected = unused.enter_context(socket.socket(socket.AF_UNIX))

@@ -18,6 +18,8 @@ import msgspec
 
 from extproc import bounded
 from extproc.routing.load import Load
+from extproc.tls.reasons import described
+from extproc.tls.workers import PLAIN, WorkerLink
 
 
 class Scraping(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -261,6 +263,7 @@ class LoadScraper:
         on_failure: Callable[[str, str], None],
         *,
         settings: Scraping | None = None,
+        link: WorkerLink = PLAIN,
         clock: Callable[[], float] = time.monotonic,
         jitter: Callable[[], float] = random.random,
     ) -> None:
@@ -274,6 +277,7 @@ class LoadScraper:
         self._on_scrape = on_scrape
         self._on_failure = on_failure
         self._settings = settings or Scraping()
+        self._link = link
         self._clock = clock
         self._jitter = jitter
         self._slots = asyncio.Semaphore(self._settings.concurrent)
@@ -326,11 +330,11 @@ class LoadScraper:
     async def _ask(self, session: aiohttp.ClientSession, address: str) -> Scrape | str:
         """The page, or why there is none."""
         try:
-            async with session.get(f"http://{address}/metrics", allow_redirects=False) as response:
+            async with session.get(self._link.url(address, "/metrics"), **self._link.how) as response:
                 if response.status != 200:
                     return f"status {response.status}"
                 scrape = parse(await bounded.read(response, self._settings.max_bytes))
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError, bounded.TooLargeError) as error:
-            return f"{type(error).__name__}: {error}"
+            return described(error)
         nothing = Scrape(process_start_s=scrape.process_start_s)  # any program in Python has that one
         return scrape if scrape != nothing else "no metric of vLLM in the answer"

@@ -137,6 +137,20 @@ class Metrics:
         self.served_elsewhere = make.counter(
             "baton_served_elsewhere", "Answers of another worker than the one that was chosen", watch="anything above 0"
         )
+        self.unknown_to_envoy = make.counter(
+            "baton_unknown_to_envoy",
+            "Prompts that Envoy answered 503 because the cluster of their route does not have the worker that was chosen",
+            watch="anything above 0: Envoy's configuration is not of these pools, or it hears nothing of the workers",
+        )
+        self.pool_requests = make.tally(
+            "baton_pool_requests", "Requests sent to workers of a pool; only where there are `pools`", ("pool",)
+        )
+        self.pool_workers = make.gauge(
+            "baton_pool_workers",
+            "Live workers of a pool, by role; `?`: those that may belong to one by the models that they have yet to tell",
+            ["pool", "role"],
+            watch="0: requests to that pool are 503",
+        )
 
         make.topic("Queue")
         self.queue_requests = make.gauge(
@@ -352,7 +366,9 @@ class Metrics:
 
         make.topic("Processes")
         self.siblings = make.gauge(
-            "baton_siblings", "Other processes of the same filter that are heard; with `processes: N` it should be N - 1"
+            "baton_siblings",
+            "Other processes of the same filter that are heard; with `processes: N` it should be N - 1. With `replicas`: other "
+            "replicas that are heard",
         )
         self.process_restarts = make.gauge(
             "baton_process_restarts", "How often this process was started again since its parent runs", watch="above 0"
@@ -365,6 +381,45 @@ class Metrics:
             ["outcome"],
             known=[(each,) for each in ("sent", "received", "waited", "unsent", "missed", "malformed", "overflow", "gone")],
             watch="`missed`, `malformed`, `overflow`",
+        )
+
+        self.sibling_facts = make.tally(
+            "baton_sibling_facts",
+            "Facts in those messages: `sent`, `received`",
+            ["direction"],
+            known=(("sent",), ("received",)),
+        )
+
+        make.topic("Replicas")
+        self.replicas_known = make.gauge(
+            "baton_replicas_known",
+            "Addresses of other replicas, from `replicas.peers` and `replicas.dns`",
+            watch="above `baton_siblings` for minutes: this one is blind to somebody's requests",
+        )
+        self.replica_lag_seconds = make.gauge(
+            "baton_replica_lag_seconds",
+            "How much later than the quickest message of a minute the last one of a replica came; the largest of all replicas",
+            watch="over 50 ms",
+        )
+        self.replica_bytes = make.tally(
+            "baton_replica_bytes",
+            "Bytes between replicas, without TLS's own: `sent`, `received`",
+            ["direction"],
+            known=(("sent",), ("received",)),
+        )
+        self.replica_links = make.tally(
+            "baton_replica_links",
+            "Connections between replicas: `connected`, `ended` (from then on only the workers tell what it does), `unreached`, "
+            "`lookup_failed` (of `replicas.dns`), and refused ones by reason",
+            ["outcome"],
+            known=[
+                (each,)
+                for each in (
+                    *("connected", "ended", "unreached", "lookup_failed", "refused_version", "refused_secret"),
+                    *("refused_certificate", "refused_malformed", "refused_too_many", "refused_timeout"),
+                )
+            ],
+            watch="`ended` without a restart; `refused_…`",
         )
 
         make.topic("Warm-up")

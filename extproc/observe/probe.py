@@ -12,6 +12,8 @@ from extproc import bounded
 from extproc.config import Health
 from extproc.observe.logs import Logger
 from extproc.routing.pool import Endpoint, Pool
+from extproc.tls.reasons import described, kind_of
+from extproc.tls.workers import PLAIN, WorkerLink
 
 _MODELS_EVERY = 10
 """Beats from one look at a worker's models to the next: adapters come and go."""
@@ -42,8 +44,14 @@ class Prober:
         on_change: Callable[[Endpoint], None],
         *,
         own_headers: Mapping[str, str],
+        link: WorkerLink = PLAIN,
+        on_failure: Callable[[str], None] = lambda _kind: None,
     ) -> None:
-        """``own_headers``: see :mod:`extproc.worker_key`."""
+        """``own_headers``: see :mod:`extproc.worker_key`. ``on_failure`` is told the kind of each failed probe: ``status``,
+        ``timeout``, ``unreachable`` or ``tls``."""
+        self._link = link
+        self._on_failure = on_failure
+        self._faults: dict[str, str] = {}
         self._headers = own_headers
         self._pool = pool
         self._settings = settings
@@ -54,13 +62,15 @@ class Prober:
     async def run(self) -> None:
         """Probe until cancelled."""
         timeout = aiohttp.ClientTimeout(total=self._settings.timeout_s)
-        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        # A new connection each time shows that the worker takes some; with TLS, that would be a handshake for each.
+        connector = aiohttp.TCPConnector(limit=0, force_close=self._link.context is None)
         watched: dict[Endpoint, asyncio.Task[None]] = {}
         async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session, asyncio.TaskGroup() as tasks:
             while True:
                 present = set(self._pool.endpoints)
                 for endpoint in watched.keys() - present:
                     watched.pop(endpoint).cancel()
+                    self._faults.pop(endpoint.address, None)
                 for endpoint in present - watched.keys():
                     watched[endpoint] = tasks.create_task(self._watch(session, endpoint))
                 self._others.clear()
@@ -70,11 +80,16 @@ class Prober:
         """The pool has other endpoints than before."""
         self._others.set()
 
+    def faults(self) -> dict[str, str]:
+        """``ip:port`` -> what is wrong with a worker whose last probe failed."""
+        return dict(self._faults)
+
     async def _watch(self, session: aiohttp.ClientSession, endpoint: Endpoint) -> None:
         good = bad = beat = 0
         while True:
             fault = await self._probe(session, endpoint)
             good, bad = (good + 1, 0) if fault is None else (0, bad + 1)
+            self._note(endpoint, fault, bad)
             if fault is None and (endpoint.models is None or beat % _MODELS_EVERY == 0):
                 models = await self._models(session, endpoint)
                 if models and models != endpoint.models:
@@ -86,18 +101,32 @@ class Prober:
                 self._set(endpoint, live=False, fault=fault)
             await asyncio.sleep(self._settings.interval_s)
 
+    def _note(self, endpoint: Endpoint, fault: str | None, bad: int) -> None:
+        """Keep what is wrong; a worker that was never live says it once, as no change will."""
+        if fault is None:
+            self._faults.pop(endpoint.address, None)
+            return
+        if not endpoint.live and bad == self._settings.unhealthy_threshold:
+            self._log.warning("endpoint_not_live", endpoint=endpoint.address, fault=fault)
+        self._faults[endpoint.address] = fault
+
     async def _probe(self, session: aiohttp.ClientSession, endpoint: Endpoint) -> str | None:
         """None if the worker is well, else what is wrong."""
         try:
-            async with session.get(f"http://{endpoint.address}{self._settings.path}") as response:
-                return None if response.status == 200 else f"status {response.status}"
+            async with session.get(self._link.url(endpoint.address, self._settings.path), **self._link.how) as response:
+                if response.status == 200:
+                    return None
+                self._on_failure("status")
+                return f"status {response.status}"
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            return f"{type(error).__name__}: {error}"
+            self._on_failure(kind_of(error))
+            return described(error)
 
     async def _models(self, session: aiohttp.ClientSession, endpoint: Endpoint) -> dict[str, bytes] | None:
         """The models that the worker lists; None if it does not say (no such endpoint, or it wants a key)."""
         try:
-            async with session.get(f"http://{endpoint.address}/v1/models", headers=self._headers) as response:
+            url = self._link.url(endpoint.address, "/v1/models")
+            async with session.get(url, headers=self._headers, **self._link.how) as response:
                 if response.status != 200:
                     return None
                 listed = _models_decoder.decode(await bounded.read(response, _MODELS_MAX_BYTES))

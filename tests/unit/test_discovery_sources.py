@@ -128,7 +128,7 @@ def test_the_configuration_comes_before_the_file_and_the_file_before_dns() -> No
         "workers: {decode: ['10.0.0.1:1'], file: w.yaml, dns_servers: ['127.0.0.1:5353', '::1'],"
         " dns: [{role: prefill, srv: _http._tcp.p.example}, {role: both, name: b.example, port: 8000}]}"
     )
-    assert [(source.kind, source.name) for source in sources(config.workers)] == [
+    assert [(source.kind, source.name) for source in sources(config.workers, lambda *_: None)] == [
         ("static", "configuration"),
         ("file", "w.yaml"),
         ("dns", "_http._tcp.p.example"),
