@@ -121,7 +121,7 @@ $(VENV)/wrk: | $(VENV)/installed
 	  || { tail -5 $(VENV)/wrk.log >&2; exit 1; }; }
 	@touch $@
 
-bench-routing: $(VENV)/installed $(PEERS)/installed  ## Goodput on real request traces, against two peers. 40 minutes; ARGS=--quick.
+bench-routing: $(VENV)/installed $(PEERS)/installed  ## Goodput on real request traces, against two peers. 50 minutes; ARGS=--quick.
 	$(BIN)/python -m bench.routing $(ARGS)
 
 bench-overhead: $(VENV)/installed $(PEERS)/installed $(VENV)/wrk  ## CPU and latency against two peers, against the bar. 25 minutes; ARGS=--quick.

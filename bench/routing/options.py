@@ -66,7 +66,7 @@ def parse(arguments: Sequence[str]) -> Options:
     parser.add_argument("--traces", default=",".join(TRACES), help="default: %(default)s")
     parser.add_argument("--traces-dir", type=Path, help="default: bench/traces")
     parser.add_argument(
-        "--loads", default="0.5,0.7,0.9,1.1", help="shares of the capacity under round robin; default: %(default)s"
+        "--loads", default="0.5,0.7,0.9,1.1,1.2", help="shares of the capacity under round robin; default: %(default)s"
     )
     parser.add_argument("--requests", type=int, default=250, help="of a run at load 1; more at a higher load (default: 250)")
     parser.add_argument("--offset", type=int, help=f"requests left out before the first (default: {offsets})")

@@ -63,6 +63,26 @@ def test_versions_in_the_dockerfiles_are_those_that_the_tests_run_with() -> None
         assert set(re.findall(r"^ARG VERSION=(\S+)$", (ROOT / file).read_text(), re.MULTILINE)) == {__version__}
 
 
+def test_what_the_gpu_image_adds_comes_in_the_version_of_the_lock_file_unless_the_release_image_has_it(tmp_path: Path) -> None:
+    text = stages("workers/Dockerfile")["gpu"]
+    installs = re.findall(r"pip install (?!--no-deps)(.*?) \\\n", text)
+    assert installs and all(each.startswith("--constraint /tmp/pins.txt ") for each in installs)
+    lock = (ROOT / "requirements.lock").read_text()
+    for name in re.findall(r"[\w.]+", installs[-1].partition("pins.txt ")[2]):
+        assert name[0].isdigit() or re.search(rf"^{re.escape(name)}==", lock, re.MULTILINE), name
+    # The commands as they stand, for an image that has some of it, spelt as pip may spell it.
+    (tmp_path / "there.txt").write_text("torch==9.9\nvllm @ file:///vllm.whl\nRich==1.2\ntyping_extensions==3.0\n")
+    (tmp_path / "requirements.lock").write_text(lock)
+    made = re.search(r"&& (grep .*?> /tmp/pins.txt) .*?&& (python3 -c .*?>> /tmp/pins.txt)", text, re.DOTALL)
+    assert made is not None
+    command = " && ".join(made.groups()).replace("/tmp/", f"{tmp_path}/").replace("python3", sys.executable)
+    subprocess.run(["bash", "-c", command], check=True, timeout=60)
+    pins = (tmp_path / "pins.txt").read_text().splitlines()
+    assert "torch==9.9" in pins and sum(pin.startswith("torch==") for pin in pins) == 1
+    assert not [pin for pin in pins if pin.lower().startswith(("rich==", "typing-extensions==", "typing_extensions=="))]
+    assert set(re.findall(r"^(?:aiohttp|msgspec|typer)==.*$", lock, re.MULTILINE)) <= set(pins)
+
+
 def test_entrypoints_are_our_command() -> None:
     assert topology.entrypoint_of((ROOT / "extproc/Dockerfile").read_text(), "filter") == ["baton"]
     for target in FINAL["workers/Dockerfile"]:
