@@ -47,6 +47,7 @@ CODES: dict[str, Kind] = {
     "handoff_stale": Kind(503, _SERVER, "every handoff was too old to be used when it could be read"),
     "no_prefill_worker": Kind(503, _SERVER, "no prefill worker is live"),
     "no_decode_worker": Kind(503, _SERVER, "no decode worker is live"),
+    "no_subset_worker": Kind(503, _SERVER, "none of the decode workers that the gateway allows can take the request"),
     "warming": Kind(503, _SERVER, "no pair of workers was warm within the request's deadline"),
     "prefill_timeout": Kind(504, _SERVER, "no prefill was done within the deadline"),
     "internal_error": Kind(500, _SERVER, "a fault of Baton itself; the log has the request id"),

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from extproc.transport.tls.ring import KeyRing
 
 
 class CallGoneError(Exception):
@@ -34,7 +37,7 @@ Handler = Callable[[Call], Coroutine[Any, Any, None]]
 
 
 class Server(Protocol):
-    """A gRPC server for plaintext HTTP/2. It serves generated servicers (their ``add_…_to_server``), and calls as above."""
+    """A gRPC server. It serves generated servicers (their ``add_…_to_server``), and calls as above."""
 
     def serve(self, path: str, handler: Handler) -> None:
         """Let ``handler`` have every call of ``path`` (``/package.Service/Method``)."""
@@ -47,6 +50,9 @@ class Server(Protocol):
 
     def add_insecure_port(self, address: str) -> int:
         """Listen there (``unix:/path`` or ``host:port``). Raises RuntimeError if it cannot be used."""
+
+    def add_secure_port(self, address: str, ring: KeyRing) -> int:
+        """The same with TLS, by the keys that the ring has when a connection comes."""
 
     def start(self) -> Awaitable[None]:
         """Take calls."""

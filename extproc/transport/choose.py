@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from extproc.transport.call import Server
 from extproc.transport.grpc_server import GrpcServer
 
+if TYPE_CHECKING:
+    from extproc.transport.tls.door import OnShake
+
 Kind = Literal["grpc", "lean"]
 
 
-def make_server(kind: Kind, *, max_message_bytes: int, max_streams: int) -> Server:
-    """A server that listens nowhere yet. One message has at most ``max_message_bytes``."""
+def make_server(kind: Kind, *, max_message_bytes: int, max_streams: int, on_shake: OnShake | None = None) -> Server:
+    """A server that listens nowhere yet. One message has at most ``max_message_bytes``.
+
+    ``on_shake``: told of TLS handshakes; grpc.aio says nothing of them.
+    """
     if kind == "lean":
         from extproc.transport.lean_server import LeanServer
 
-        return LeanServer(max_message_bytes=max_message_bytes, max_streams=max_streams)
+        return LeanServer(max_message_bytes=max_message_bytes, max_streams=max_streams, on_shake=on_shake)
     return GrpcServer(max_message_bytes=max_message_bytes, max_streams=max_streams)

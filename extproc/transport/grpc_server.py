@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
 import grpc
 import grpc.aio
 
 from extproc.transport.call import CallGoneError, Handler
+
+if TYPE_CHECKING:
+    from extproc.transport.tls.keys import Keys
+    from extproc.transport.tls.ring import KeyRing
+
+MAX_CONNECTIONS: Final = 1_000
+"""Those in their handshakes count. Peers are known and few: an Envoy has one for each of its threads."""
+_HANDSHAKE_TIMEOUT_MS: Final = 10_000
+"""Whether TLS or only the first words of HTTP/2. An option of the whole server."""
 
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
@@ -31,6 +40,8 @@ class GrpcServer:
                 ("grpc.http2.min_recv_ping_interval_without_data_ms", 0),
                 ("grpc.http2.max_ping_strikes", 0),
                 ("grpc.keepalive_permit_without_calls", 1),
+                ("grpc.server_handshake_timeout_ms", _HANDSHAKE_TIMEOUT_MS),
+                ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
                 # A busy port is an error, not a second server behind it.
                 ("grpc.so_reuseport", 0),
             ],
@@ -59,6 +70,23 @@ class GrpcServer:
         """As in the interface."""
         return int(self._server.add_insecure_port(address))
 
+    def add_secure_port(self, address: str, ring: KeyRing) -> int:
+        """As in the interface."""
+        shown = ring.keys
+
+        def newer() -> grpc.ServerCertificateConfiguration | None:
+            # Called from a thread of gRPC's own before each handshake. None: still the same.
+            nonlocal shown
+            if ring.keys is shown:
+                return None
+            shown = ring.keys
+            return _certificates(shown)
+
+        credentials = grpc.dynamic_ssl_server_credentials(
+            _certificates(shown), newer, require_client_authentication=ring.wants_client_certificates
+        )
+        return int(self._server.add_secure_port(address, credentials))
+
     def start(self) -> Awaitable[None]:
         """As in the interface."""
         return self._server.start()
@@ -66,6 +94,10 @@ class GrpcServer:
     def stop(self, grace_s: float | None) -> Awaitable[object]:
         """As in the interface."""
         return self._server.stop(grace_s)
+
+
+def _certificates(keys: Keys) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(keys.key_pem, keys.chain_pem)], root_certificates=keys.client_ca_pem)
 
 
 class GrpcCall:

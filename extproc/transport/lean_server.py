@@ -1,6 +1,6 @@
-"""A gRPC server for known peers in plaintext, with the part of ``grpc.aio.server``'s interface that Baton uses.
+"""A gRPC server for known peers, with the part of ``grpc.aio.server``'s interface that Baton uses.
 
-What a handler costs beside the handler itself is one task. There is no compression, no TLS, no reflection and no interceptor.
+What a handler costs beside the handler itself is one task. There is no compression, no reflection and no interceptor.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import grpc
 
@@ -20,6 +20,10 @@ from extproc.transport.lean_call import LeanCall, LeanHandler, timeout_s
 from extproc.transport.link import Link
 from extproc.transport.ports import Port, bind
 from extproc.transport.status import Status
+
+if TYPE_CHECKING:  # it imports a library that a server in plaintext does not need
+    from extproc.transport.tls.door import Door, OnShake
+    from extproc.transport.tls.ring import KeyRing
 
 OnFault = Callable[[str, BaseException | None], None]
 """Is told what went wrong, and the exception if there is one."""
@@ -51,10 +55,12 @@ class LeanServer:
         max_message_bytes: int,
         max_streams: int,
         on_fault: OnFault | None = None,
+        on_shake: OnShake | None = None,
         limits: Limits | None = None,
     ) -> None:
         """``max_message_bytes``: of a message that is received. ``max_streams``: on each connection; of handlers, that a
-        peer has given up but that still run, there may be as many again in all. ``limits``: others, for tests.
+        peer has given up but that still run, there may be as many again in all. ``on_shake``: told of TLS handshakes.
+        ``limits``: others, for tests.
         """
         self._limits = limits or Limits(max_streams=max_streams)
         self._max_message_bytes = max_message_bytes
@@ -63,6 +69,9 @@ class LeanServer:
         self._methods: dict[str, LeanHandler] = {}
         self._generic: list[grpc.GenericRpcHandler] = []
         self._ports: list[Port] = []
+        self._secured: list[tuple[Port, KeyRing]] = []
+        self._doors: list[Door] = []
+        self._on_shake: OnShake = on_shake or (lambda _outcome, _why: None)
         self._listeners: list[asyncio.Server] = []
         self._links: set[Link] = set()
         self._running: dict[LeanCall, asyncio.Task[None]] = {}
@@ -102,6 +111,13 @@ class LeanServer:
         self._ports.append(port)
         return port.number
 
+    def add_secure_port(self, address: str, ring: KeyRing) -> int:
+        """The same with TLS, by the keys that the ring has when a connection comes."""
+        self._not_started()
+        port = bind(address)
+        self._secured.append((port, ring))
+        return port.number
+
     # -- its life ----------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
@@ -110,6 +126,12 @@ class LeanServer:
         loop = self._loop = asyncio.get_running_loop()
         for port in self._ports:
             self._listeners.append(await loop.create_server(self._link, sock=port.socket))
+        for port, ring in self._secured:
+            from extproc.transport.tls.door import Door
+
+            door = Door(port.socket, ring, self._link, self._on_shake)
+            self._doors.append(door)
+            door.open()
 
     async def stop(self, grace_s: float | None) -> None:
         """Take no more calls. Those that are open may end within ``grace_s`` seconds (None: at once), then they are cut.
@@ -120,7 +142,9 @@ class LeanServer:
             self._stopping = True
             for listener in self._listeners:
                 listener.close()
-            for port in self._ports:
+            for door in self._doors:
+                await door.close()
+            for port in (*self._ports, *(port for port, _ in self._secured)):
                 port.remove_file()
                 port.socket.close()
             for link in list(self._links):
