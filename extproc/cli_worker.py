@@ -108,6 +108,14 @@ def worker(
         LoadFailure | None, typer.Option(help="What a decode worker does that cannot pull blocks.")
     ] = None,
     drain: Annotated[int | None, typer.Option(min=0, help="Seconds that requests may go on after SIGTERM.")] = None,
+    ssl_certfile: Annotated[
+        str | None, typer.Option(help="PEM: serve HTTPS with this certificate and its chain.", envvar="BATON_SSL_CERTFILE")
+    ] = None,
+    ssl_keyfile: Annotated[str | None, typer.Option(help="PEM: its key.", envvar="BATON_SSL_KEYFILE")] = None,
+    ssl_ca_certs: Annotated[
+        str | None,
+        typer.Option(help="PEM: clients must have a certificate of these authorities (mTLS).", envvar="BATON_SSL_CA_CERTS"),
+    ] = None,
     ucx_tls: Annotated[str | None, typer.Option(help="Transports for KV blocks.", envvar="BATON_UCX_TLS")] = None,
     ucx_net_devices: Annotated[
         str | None, typer.Option(help="Network devices for KV blocks, such as mlx5_0:1.", envvar="BATON_UCX_NET_DEVICES")
@@ -163,6 +171,9 @@ def worker(
         "kv_lease_s": lease,
         "kv_load_failure_policy": on_load_failure,
         "shutdown_timeout_s": drain,
+        "ssl_certfile": ssl_certfile or None,
+        "ssl_keyfile": ssl_keyfile or None,
+        "ssl_ca_certs": ssl_ca_certs or None,
         "ucx_tls": ucx_tls,
         "ucx_net_devices": ucx_net_devices,
     }
@@ -258,7 +269,7 @@ def _show(made: Plan, profile: str, *, dry_run: bool) -> None:
         typer.echo(text)
         return
     spec = made.spec
-    _say(f"{spec.role} worker from profile {profile}: {spec.served_model_name} on http://{spec.host}:{spec.port}")
+    _say(f"{spec.role} worker from profile {profile}: {spec.served_model_name} on {spec.scheme}://{spec.host}:{spec.port}")
     typer.echo(text, err=True)
 
 
@@ -285,8 +296,10 @@ def _run(made: Plan, engine: str, own_cores: tuple[int, ...]) -> int:
     host = f"[{host}]" if ":" in host else host
     started_s = time.monotonic()
 
+    own = None if spec.ssl_certfile is None or spec.ssl_keyfile is None else (spec.ssl_certfile, spec.ssl_keyfile)
+
     def when_ready(above: int) -> bool:
-        if not answers(f"http://{host}:{spec.port}/health", timeout_s=0.5):
+        if not answers(f"{spec.scheme}://{host}:{spec.port}/health", timeout_s=0.5, own_certificate=own):
             return False
         _say(f"ready after {time.monotonic() - started_s:.0f} s")
         if engine == "vllm" and spec.device == "cpu":

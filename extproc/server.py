@@ -32,7 +32,11 @@ from extproc.observe.metrics import Metrics
 from extproc.observe.observer import Observer
 from extproc.observe.pulse import Pulse
 from extproc.observe.request_log import RequestLog
+from extproc.pools.route_only import RouteFilter
+from extproc.pools.routes import RouteHeaders
+from extproc.pools.settings import partition
 from extproc.prefill import PrefillClient
+from extproc.processes.ledger import SharedLedger
 from extproc.processes.lifeline import Lifeline
 from extproc.processes.member import Member, config_of
 from extproc.processes.pages import SiblingPages
@@ -41,10 +45,11 @@ from extproc.processes.siblings import Siblings
 from extproc.prompt import BytesPerToken
 from extproc.recent import Recent
 from extproc.release import Releaser
+from extproc.replicas import ledger as replicas
 from extproc.routing.endpoint_spec import EndpointSet
 from extproc.routing.pool import Pool
 from extproc.routing.router import Router
-from extproc.tls.files import FileFollower
+from extproc.tls.files import FileFollower, Followed
 from extproc.tls.workers import WorkerLink
 from extproc.transport.call import Server as GrpcServer
 from extproc.transport.choose import make_server
@@ -82,7 +87,8 @@ class Server:
         is; None: the only one."""
         self._member = member
         self._lifeline: Lifeline | None = None
-        self._siblings: Siblings | None = None
+        self._siblings: SharedLedger | None = None
+        self._replica_files: list[Followed] = []
         self._config = config
         self._log = log
         self._metrics = Metrics()
@@ -90,7 +96,7 @@ class Server:
             writer.on_drop = lambda: self._metrics.log_lines.inc("dropped")
         as_json = config.log_format == "json" and config.log_level in ("debug", "info")
         self._request_log = RequestLog(log, writer if as_json else None)
-        self._pool = Pool(EndpointSet())
+        self._pool = Pool(EndpointSet(), partition(config.pools))
         self._cache_servers = CacheServers(config.cache_servers, self._metrics, log)
         self._health = health.aio.HealthServicer()
         self._observer = Observer(config, self._metrics, log)
@@ -118,6 +124,8 @@ class Server:
         )
         siblings = await self._meet_siblings(dispatcher)
         leads = (lambda: True) if siblings is None else siblings.leads
+        # A replica on another host has workers to ask, and an Envoy to write for, of its own.
+        leads_here = leads if self._member is not None else lambda: True
         recent = Recent()
         live = Live(config, dispatcher, recent, self._status, log=self._log, times=self._observer.times.snapshot)
         own_headers = WorkerKey(config.workers.api_key_file)
@@ -147,13 +155,13 @@ class Server:
                 on_change=self._on_endpoint_change,
                 own_headers=own_headers,
                 link=link,
-                leads=leads,
+                leads=leads_here,
             )
         except SourceError as error:
             raise OSError(str(error)) from error
         self._expose_routing(router)
         tracing = self._open_tracing()
-        async with PrefillClient(config.prefill, link) as client, releaser, meeting:
+        async with PrefillClient(config.prefill, link, self._pool.pool_at) as client, releaser, meeting:
             prefiller = Prefiller(
                 client=client,
                 dispatcher=dispatcher,
@@ -164,7 +172,7 @@ class Server:
                 log=self._log,
                 on_unused=releaser.release,
             )
-            filter_ = Filter(
+            filter_ = (RouteFilter if config.routes.only else Filter)(
                 Parts(
                     config=config,
                     pool=self._pool,
@@ -183,6 +191,7 @@ class Server:
                     request_log=self._request_log,
                     credentials=own_headers if config.workers.replace_credentials else None,
                     tracing=tracing,
+                    routes=RouteHeaders(model=config.routes.asks_for_model, pools=bool(config.pools)),
                 )
             )
             self._metrics.streams.set_function(lambda: filter_.open_streams)
@@ -191,18 +200,25 @@ class Server:
                 for part in (fleet, dispatcher, pulse, live, self._cache_servers, self._observer, secrets)
             ]
             if siblings is not None:
-                siblings.on_lead = fleet.lead
+                siblings.on_lead = fleet.lead if self._member is not None else lambda: None
                 siblings.load = lambda: (filter_.open_streams, self._observer.access_log.awaited)
                 background.append(asyncio.create_task(siblings.run()))
             await fleet.first_look()
             if siblings is not None:
                 siblings.settled()
+                await siblings.taught()
             server = await self._start_grpc(filter_)
             debug = Debug(
                 dispatcher, Explainer(config), bytes_per_token, self._observer, max_body_bytes=config.limits.max_body_bytes
             )
             runner = await admin.start(
-                Address.parse(config.admin), self._metrics, self._status, debug, live, hosts=config.admin_hosts, **self._shown_with_siblings()
+                Address.parse(config.admin),
+                self._metrics,
+                self._status,
+                debug,
+                live,
+                hosts=config.admin_hosts,
+                **self._shown_with_siblings(),
             )
             memory.collect_rarely()
             self._log.info(
@@ -234,17 +250,31 @@ class Server:
         if member is not None:
             self._lifeline = Lifeline(member.lifeline, on_drain=self._stop.set, on_cut=self._cut.set)
 
-    async def _meet_siblings(self, dispatcher: Dispatcher) -> Siblings | None:
+    async def _meet_siblings(self, dispatcher: Dispatcher) -> SharedLedger | None:
         """None: there are none. Raises OSError."""
-        member, observer = self._member, self._observer
-        if member is None:
+        member, observer, config = self._member, self._observer, self._config
+        siblings: Siblings | replicas.Replicas
+        if member is not None:
+            siblings = Siblings(member, dispatcher, Post(member), metrics=self._metrics, log=self._log)
+            observer.access_log.elsewhere = lambda: not siblings.quiet()
+            observer.share_watch(member.count, here=member.index == 0)
+        elif config.replicas.listen is not None:
+            siblings, files = replicas.meet(
+                config.replicas,
+                dispatcher,
+                dns_servers=config.workers.dns_servers,
+                metrics=self._metrics,
+                log=self._log,
+            )
+            self._replica_files = files
+            # Lines of ours may come by way of any of them. What they still wait for does not hold up our end.
+            observer.access_log.elsewhere = lambda: False
+        else:
             return None
-        siblings = self._siblings = Siblings(member, dispatcher, Post(member), metrics=self._metrics, log=self._log)
+        self._siblings = siblings
         observer.access_log.name_by(siblings.epoch)
         observer.access_log.pass_on, siblings.on_line = siblings.pass_on, observer.access_log.hear
-        observer.access_log.elsewhere = lambda: not siblings.quiet()
         observer.pass_on_sighting, siblings.on_sighting = siblings.pass_on_sighting, observer.sighted
-        observer.share_watch(member.count, here=member.index == 0)
         await siblings.open()
         return siblings
 
@@ -268,7 +298,7 @@ class Server:
         def count(name: str, outcome: str) -> None:
             self._metrics.secret_reloads.labels(name, outcome).inc()
 
-        self._secrets = FileFollower([*key.followed, *link.followed], self._log, count)
+        self._secrets = FileFollower([*key.followed, *link.followed, *self._replica_files], self._log, count)
         return self._secrets
 
     def _open_tracing(self) -> Tracing | None:
@@ -323,7 +353,7 @@ class Server:
         metrics.prefix_blocks.set_function(lambda: router.index.blocks)
 
     def _status(self) -> tuple[bool, dict[str, object]]:
-        live, warm = self._pool.ready(), self._warm_up.ready()
+        live, warm = self._config.routes.only or self._pool.ready(), self._warm_up.ready()
         return live and warm and not self._draining, {
             "why": self._why_not(live=live, warm=warm),
             "draining": self._draining,
@@ -331,7 +361,7 @@ class Server:
             "secrets": self._secrets.status(),
             "cache_servers": self._cache_servers.status(),
             **self._observer.status(),
-            **({} if self._siblings is None else {"process": self._siblings.status()}),
+            **({} if self._siblings is None else {self._siblings.shown_as: self._siblings.status()}),
         }
 
     def _why_not(self, *, live: bool, warm: bool) -> str | None:
@@ -348,7 +378,7 @@ class Server:
         task.add_done_callback(self._pending.discard)
 
     async def _publish_health(self) -> None:
-        ready = self._pool.ready() and self._warm_up.ready() and not self._draining
+        ready = (self._config.routes.only or self._pool.ready()) and self._warm_up.ready() and not self._draining
         for services, serving in ((_ALIVE, True), (_ACCEPTING, not self._draining), (_READY, ready)):
             for service in services:
                 await self._health.set(service, _SERVING if serving else _NOT_SERVING)
@@ -384,7 +414,7 @@ class Server:
 
     def _quiet(self, filter_: Filter) -> bool:
         """Whether no request is open, here or in another process whose lines of the access log may come here."""
-        return not filter_.open_streams and (self._siblings is None or self._siblings.at_rest())
+        return not filter_.open_streams and (self._member is None or self._siblings is None or self._siblings.at_rest())
 
 
 def run(config: Config, log: Logger, writer: LogWriter | None = None, member: Member | None = None) -> None:

@@ -41,8 +41,12 @@ _OURS = {
     "--data-parallel-start-rank": "--data-parallel-rank before the --",
     "--kv-events-config": "kv_events_port in the profile, or --kv-events-port before the --",
     "--shutdown-timeout": "--drain before the --",
+    "--ssl-certfile": "--ssl-certfile before the --",
+    "--ssl-keyfile": "--ssl-keyfile before the --",
+    "--ssl-ca-certs": "--ssl-ca-certs before the --",
+    "--ssl-cert-reqs": "--ssl-ca-certs before the --, which means that clients must have a certificate",
 }
-"""Arguments of vLLM that would make ports, the drain time or the handshake differ from what is worked out here."""
+"""Arguments of vLLM that would make ports, the drain time, readiness or the handshake differ from what is worked out here."""
 
 _SECRET_FLAGS = {"--api-key": "VLLM_API_KEY", "--hf-token": "HF_TOKEN"}
 

@@ -9,6 +9,7 @@ import http.client
 import itertools
 import random
 import socket
+import ssl
 import time
 import urllib.error
 import urllib.request
@@ -20,13 +21,28 @@ class PartError(RuntimeError):
     """A part has ended or did not become ready; the message has its name and the end of its log."""
 
 
-def answers(url: str, timeout_s: float = 1.0) -> bool:
-    """Whether ``GET url`` is answered with 200."""
+def answers(url: str, timeout_s: float = 1.0, own_certificate: tuple[str, str] | None = None) -> bool:
+    """Whether ``GET url`` is answered with 200.
+
+    Over HTTPS any certificate is taken: it is a process of ours that is asked, on this machine. ``own_certificate``:
+    certificate and key to show, for a server that wants one.
+    """
     try:
-        with urllib.request.urlopen(url, timeout=timeout_s) as reply:  # noqa: S310  (our own http:// addresses)
+        context = own_machine(own_certificate) if url.startswith("https:") else None
+        with urllib.request.urlopen(url, timeout=timeout_s, context=context) as reply:  # noqa: S310  (our own addresses)
             return bool(reply.status == 200)
     except (OSError, urllib.error.URLError, http.client.HTTPException):
         return False
+
+
+def own_machine(own_certificate: tuple[str, str] | None = None) -> ssl.SSLContext:
+    """For HTTPS to a process of ours on this machine. Raises OSError where the files cannot be used."""
+    context = ssl.create_default_context()
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    if own_certificate is not None:
+        context.load_cert_chain(*own_certificate, password="")
+    return context
 
 
 def check_alive(child: Child) -> None:

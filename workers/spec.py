@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from ssl import CERT_REQUIRED
 from typing import Literal
 
 Role = Literal["prefill", "decode"]
@@ -97,6 +98,13 @@ class WorkerSpec:
     """Rank R answers for events that were missed on this port plus R."""
     kv_events_topic: str = ""
 
+    ssl_certfile: str | None = None
+    """PEM: certificate of the HTTP server, with its chain. None: plain HTTP. Goes with ``ssl_keyfile``."""
+    ssl_keyfile: str | None = None
+    ssl_ca_certs: str | None = None
+    """PEM: authorities of clients' certificates. Given, every client must have one, our own readiness check included, which
+    shows the worker's: that must be good for clients, too."""
+
     ucx_tls: str | None = None
     """Transports that UCX may use. None: on a CPU ``tcp,sm,self``, on a GPU what UCX finds best."""
     ucx_net_devices: str | None = None
@@ -117,6 +125,11 @@ class WorkerSpec:
         return self.host if self.side_channel_host is None else self.side_channel_host
 
     @property
+    def scheme(self) -> str:
+        """`http` or `https`."""
+        return "http" if self.ssl_certfile is None else "https"
+
+    @property
     def ranks(self) -> range:
         """The data-parallel ranks that this worker runs."""
         first = self.data_parallel_rank or 0
@@ -135,6 +148,20 @@ class Command:
 
     argv: tuple[str, ...]
     env: dict[str, str]
+
+
+def ssl_flags(spec: WorkerSpec) -> tuple[str, ...]:
+    """The engine's flags for HTTPS; none for plain HTTP. Raises ValueError."""
+    if (spec.ssl_certfile is None) != (spec.ssl_keyfile is None):
+        raise ValueError("ssl_certfile and ssl_keyfile: one without the other")
+    if spec.ssl_certfile is None or spec.ssl_keyfile is None:
+        if spec.ssl_ca_certs is not None:
+            raise ValueError("ssl_ca_certs: goes with ssl_certfile; in plain HTTP no client shows a certificate")
+        return ()
+    flags = ("--ssl-certfile", spec.ssl_certfile, "--ssl-keyfile", spec.ssl_keyfile, "--enable-ssl-refresh")
+    if spec.ssl_ca_certs is not None:
+        flags += ("--ssl-ca-certs", spec.ssl_ca_certs, "--ssl-cert-reqs", str(int(CERT_REQUIRED)))
+    return flags
 
 
 def ports(spec: WorkerSpec) -> dict[int, str]:

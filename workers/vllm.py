@@ -10,7 +10,7 @@ import json
 import sys
 
 from workers.lmcache import WORKER_ENV, connector
-from workers.spec import Command, Role, WorkerSpec, ports
+from workers.spec import Command, Role, WorkerSpec, ports, ssl_flags
 
 __all__ = ["Command", "Role", "WorkerSpec", "command", "transfer_config"]
 
@@ -92,6 +92,7 @@ def _argv(spec: WorkerSpec) -> tuple[str, ...]:
     argv += ["--kv-transfer-config", json.dumps(transfer_config(spec))]
     argv += ["--enable-prompt-tokens-details"]
     argv += ["--disable-access-log-for-endpoints", "/health,/metrics"]
+    argv += ssl_flags(spec)
     argv += _parallel(spec)
     argv += _given(
         ("--max-model-len", spec.max_model_len_tokens),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -100,6 +101,10 @@ class FakeWorker:
     received: list[Received] = field(default_factory=list)
     healthy: bool = True
     models: tuple[str, ...] = ("m",)
+    tls: ssl.SSLContext | None = None
+    """HTTPS, where it is given."""
+    named: list[str | None] = field(default_factory=list)
+    """With TLS: the common name in the certificate of each client that asked anything, probes included."""
 
     def __post_init__(self) -> None:
         self._default = self.answer
@@ -124,13 +129,15 @@ class FakeWorker:
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.5)
         await self._runner.setup()
         # As many may wait to be accepted as uvicorn, the engines' server, lets wait.
-        await web.TCPSite(self._runner, "127.0.0.1", self.port, backlog=2048).start()
+        await web.TCPSite(self._runner, "127.0.0.1", self.port, backlog=2048, ssl_context=self.tls).start()
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self._runner.cleanup()
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
+        if self.tls is not None:
+            self.named.append(_name_of(request))
         if request.path == "/health" and "x-client" not in request.headers:
             return web.Response(status=200 if self.healthy else 503)
         if request.path == "/metrics" and "x-client" not in request.headers:
@@ -146,3 +153,8 @@ class FakeWorker:
         except asyncio.CancelledError:
             record.gone_at = time.monotonic()
             raise
+
+
+def _name_of(request: web.Request) -> str | None:
+    shown = None if request.transport is None else request.transport.get_extra_info("peercert")
+    return dict(pair for part in shown["subject"] for pair in part).get("commonName") if shown else None

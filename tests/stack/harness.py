@@ -17,6 +17,7 @@ import aiohttp
 import msgspec
 
 from extproc.config import Config, Workers
+from extproc.envoy_tls import write_secrets
 from extproc.envoy_yaml import render
 from extproc.stack import envoy_command, filter_command, find_envoy
 from tests.stack.fake_worker import FakeWorker, decode_answer, prefill_answer
@@ -87,6 +88,7 @@ class Stack:
             config_file.write_bytes(msgspec.json.encode(self.config))  # JSON is YAML
             envoy_file = self.directory / "envoy.yaml"
             envoy_file.write_text(render(self.config), encoding="utf-8")
+            write_secrets(self.config)
             self.filter = self._child(parts, "filter", *filter_command(config_file))
             await self._wait(self.filter, f"{self.admin}/metrics", (200,))
             self.envoy = self._child(parts, "envoy", *envoy_command(find_envoy(), envoy_file))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 
-from workers.spec import Command, WorkerSpec, ports
+from workers.spec import Command, WorkerSpec, ports, ssl_flags
 
 
 def command(spec: WorkerSpec) -> Command:
     """What starts it. The role makes no difference: like the real engine's, it is a matter of what a request asks for.
 
     ``extra_args`` are options of ``baton sim-engine``. What only hardware has (parallelism, GPU memory, transports) means
-    nothing to it. Raises ValueError where two listeners want one port.
+    nothing to it. Raises ValueError where two listeners want one port, or half of a certificate is given.
     """
     ports(spec)
     argv = [sys.executable, "-m", "workers.sim"]
@@ -34,6 +34,7 @@ def command(spec: WorkerSpec) -> Command:
     ):
         if value is not None:
             argv += [flag, str(value)]
+    argv += ssl_flags(spec)
     if spec.prefix_caching is False:
         argv += ["--no-enable-prefix-caching"]
     env = {} if spec.hash_seed is None else {"PYTHONHASHSEED": str(spec.hash_seed)}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import ssl
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from workers.sim import hashing
 from workers.sim.core import CoreConfig
 from workers.sim.engine import EngineConfig
+from workers.sim.listening import ServerTls
 from workers.sim.prompts import Model
 from workers.sim.timing import Profile
 from workers.sim.worker import WorkerOptions
@@ -53,6 +55,11 @@ class SimOptions:
     enable_request_id_headers: bool = _option(False, "answer with the X-Request-Id header")
     enable_server_load_tracking: bool = _option(False, "/load counts; it is always 0 otherwise")
     api_key: str | None = _option(None, "what requests to the guarded paths must carry; default: $VLLM_API_KEY, if it is set")
+    ssl_certfile: str | None = _option(None, "PEM: serve HTTPS with this certificate")
+    ssl_keyfile: str | None = _option(None, "PEM: its key")
+    ssl_ca_certs: str | None = _option(None, "PEM: authorities of clients' certificates")
+    ssl_cert_reqs: int = _option(0, "2: every client must have a certificate (ssl.CERT_REQUIRED)")
+    enable_ssl_refresh: bool = _option(False, "read the certificate again when it changes")
     strict_crash: bool = _option(False, "what kills vLLM kills this engine: incomplete kv_transfer_params")
 
 
@@ -91,6 +98,17 @@ def worker_options(options: SimOptions) -> list[WorkerOptions]:
         strict_crash=options.strict_crash,
         engine_id=options.engine_id,
     )
+    tls = None
+    if options.ssl_certfile is not None:
+        tls = ServerTls(
+            options.ssl_certfile,
+            options.ssl_keyfile,
+            options.ssl_ca_certs,
+            ssl.VerifyMode(options.ssl_cert_reqs),
+            options.enable_ssl_refresh,
+        )
+    elif options.ssl_keyfile is not None or options.ssl_ca_certs is not None:
+        raise ValueError("ssl_certfile: the certificate is missing")
     made = []
     for index in range(options.workers):
         port = options.side_channel_port and options.side_channel_port + index
@@ -112,6 +130,7 @@ def worker_options(options: SimOptions) -> list[WorkerOptions]:
                 events_replay_endpoint=_endpoint(options.kv_events_replay_port, index),
                 events_topic=options.kv_events_topic,
                 api_key=options.api_key or os.environ.get("VLLM_API_KEY") or None,
+                tls=tls,
             )
         )
     return made

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import os
+import ssl
 import time
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ from workers.sim.core import Plan
 from workers.sim.engine import Engine, EngineConfig
 from workers.sim.errors import ApiError
 from workers.sim.faults import Fault, Faults
-from workers.sim.listening import close_listener
+from workers.sim.listening import ServerTls, close_listener
 from workers.sim.metrics import Metrics
 from workers.sim.prompts import Model
 from workers.sim.serving import Serving
@@ -63,6 +64,7 @@ class WorkerOptions:
     events_replay_endpoint: str | None = None
     events_topic: str = ""
     api_key: str | None = field(default=None, repr=False)
+    tls: ServerTls | None = None
 
 
 class _Refuser(asyncio.Protocol):
@@ -89,6 +91,8 @@ class Worker:
         self._ids: tuple[str, ...] = ()
         self._side_channel_port: int | None = None
         self._server: asyncio.Server | None = None
+        self._context: ssl.SSLContext | None = None
+        self._refresh: asyncio.Task[None] | None = None
         self._runner: web.AppRunner | None = None
         self._last_step_s: float | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -104,7 +108,7 @@ class Worker:
     @property
     def url(self) -> str:
         """Of the HTTP listener."""
-        return f"http://{self.address}"
+        return f"{'http' if self.options.tls is None else 'https'}://{self.address}"
 
     # -- life --------------------------------------------------------------------------------------------------------------
 
@@ -153,11 +157,16 @@ class Worker:
             app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1, keepalive_timeout=_KEEP_ALIVE_S
         )
         await self._runner.setup()
+        if options.tls is not None:
+            self._context = options.tls.context()
+            self._refresh = asyncio.create_task(options.tls.follow(self._context))
         await self._listen()
 
     async def stop(self) -> None:
         """End: what is under way is cut."""
         await self._cancel_tasks()
+        if self._refresh is not None:
+            self._refresh.cancel()
         async with self._life:
             await self._go_down()
         if self._runner is not None:
@@ -199,7 +208,7 @@ class Worker:
     async def _listen(self) -> None:
         self.up = True
         self._server = await asyncio.get_running_loop().create_server(
-            self._protocol, self.options.host, self.port, reuse_address=True, backlog=1024
+            self._protocol, self.options.host, self.port, reuse_address=True, backlog=1024, ssl=self._context
         )
         self.port = self._server.sockets[0].getsockname()[1]
 
