@@ -23,7 +23,7 @@ from extproc.inference import InferenceRequest, token_ids_of
 from extproc.observe.logs import Logger
 from extproc.observe.metrics import Metrics
 from extproc.observe.pulse import Pulse
-from extproc.prefill import PrefillClient
+from extproc.prefill import BusyError, PrefillClient
 from extproc.routing.picker import NoEndpointError
 from extproc.routing.pool import Endpoint
 from extproc.routing.ticket import Ticket
@@ -174,7 +174,8 @@ class Prefiller:
             outcome, code = "refused", str(error.status)
             raise
         except ApiError as error:
-            outcome, code, blame = "failed", error.code, error.code in _ANOTHER_MAY_DO
+            outcome, code = "failed", error.code
+            blame = error.code in _ANOTHER_MAY_DO and not isinstance(error, BusyError)
             raise
         finally:
             if ask.trace is not None and span is not None:

@@ -7,12 +7,12 @@ it closes the connection at once, which makes the engine drop the prefill.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from extproc.config import Address, Prefill
 from extproc.errors import ApiError, RelayedError
-from extproc.headers import DESTINATION_HEADER, ORIGIN_HEADER
+from extproc.headers import DESTINATION_HEADER, ORIGIN_HEADER, POOL_HEADER
 from extproc.http1 import request
 from extproc.http1.connection import Answer, Limits, Target
 from extproc.http1.errors import ConnectError, HttpError, RefusedError, TooLargeError
@@ -26,6 +26,10 @@ _MOST_WAYS = 4096
 """How many heads are kept; a fleet that changes would add to them for ever."""
 
 
+class BusyError(ApiError):
+    """The worker turned the prompt away because it has enough to do. Another may take it, and it is no failure of this one."""
+
+
 class _Way(NamedTuple):
     """To one path of one worker."""
 
@@ -37,16 +41,20 @@ class _Way(NamedTuple):
 class PrefillClient:
     """Calls prefill workers. Use as an async context manager."""
 
-    def __init__(self, settings: Prefill, link: WorkerLink = PLAIN) -> None:
-        """``link`` holds for workers, not for Envoy's listener, which is on this machine."""
+    def __init__(
+        self, settings: Prefill, link: WorkerLink = PLAIN, pool_of: Callable[[str], str | None] = lambda _worker: None
+    ) -> None:
+        """``link`` holds for workers, not for Envoy's listener, which is on this machine. ``pool_of``: the pool of a worker, by
+        which that listener chooses its cluster; None: there are no pools."""
         self._settings = settings
         self._link = link
         self._via = None if settings.via == "direct" else Address.parse(settings.via)
+        self._pool_of = pool_of
         # What a request carries besides; a client's header of the same name does not count.
         self._own = frozenset(
-            ("accept", "content-type") if self._via is None else ("accept", "content-type", DESTINATION_HEADER)
+            ("accept", "content-type") if self._via is None else ("accept", "content-type", DESTINATION_HEADER, POOL_HEADER)
         )
-        self._ways: dict[tuple[str, str], _Way] = {}
+        self._ways: dict[tuple[str, str, str | None], _Way] = {}
         self.in_flight = 0
         """Calls."""
 
@@ -77,7 +85,8 @@ class PrefillClient:
         try:
             if self.in_flight > self._settings.max_concurrent:
                 raise ApiError("too_many_requests", f"{self.in_flight - 1} prefill calls are in flight already")
-            way = self._ways.get((worker, path)) or self._way(worker, path)
+            pool = None if self._via is None else self._pool_of(worker)
+            way = self._ways.get((worker, path, pool)) or self._way(worker, path, pool)
             head = request.finish(way.start, headers, self._own, len(body))
             call.under_way(self.pool.send(way.target, head, body, call))
         except ApiError as error:
@@ -89,10 +98,12 @@ class PrefillClient:
             raise
         return call
 
-    def _way(self, worker: str, path: str) -> _Way:
+    def _way(self, worker: str, path: str, pool: str | None) -> _Way:
         fields = {"accept": "*/*", "content-type": "application/json"}
         if self._via is not None:
             fields[DESTINATION_HEADER] = worker
+        if pool is not None:
+            fields[POOL_HEADER] = pool
         try:
             address = self._via or Address.parse(worker)
         except ValueError as error:
@@ -101,7 +112,7 @@ class PrefillClient:
         host = str(address) if address.host else worker
         if len(self._ways) >= _MOST_WAYS:
             self._ways.clear()
-        way = self._ways[worker, path] = _Way(target, request.start(path, host, fields))
+        way = self._ways[worker, path, pool] = _Way(target, request.start(path, host, fields))
         return way
 
 
@@ -168,7 +179,8 @@ def _fault(answer: Answer) -> ApiError | RelayedError:
     if 400 <= answer.status < 500 and answer.status != 429:
         content_type = b"application/json" if answer.content_type is None else answer.content_type
         return RelayedError(answer.status, content_type.decode("utf-8", "replace"), answer.body)
-    return ApiError("prefill_failed", f"the prefill worker answered {answer.status}")
+    kind = BusyError if answer.status == 429 else ApiError
+    return kind("prefill_failed", f"the prefill worker answered {answer.status}")
 
 
 def _timeout() -> ApiError:

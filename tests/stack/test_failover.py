@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import aiohttp
 import psutil
 import pytest
 from aiohttp import web
@@ -48,6 +49,20 @@ async def test_another_prefill_worker_is_tried_after_a_failure(fault) -> None:
         ids = [received.headers["x-request-id"] for worker in stack.prefill for received in worker.received]
         assert len(set(ids)) == 3
         assert stack.decode[0].last.headers["x-kv-transfer"].startswith(f'nixl;prefill="{good.address}"')
+
+
+async def test_a_worker_that_says_it_is_busy_is_passed_over_for_the_request_and_not_held_to_have_failed() -> None:
+    settings = {"routing": {"breaker_failures": 1, "breaker_pause_s": 60.0}}
+    async with Stack(prefill=2, decode=1, settings=settings) as stack:
+        busy, free = stack.prefill
+        busy.answer = answering(429)
+        for _ in range(2):  # whichever has its turn first
+            assert (await post(stack, "/v1/completions", PROMPT))[0] == 200
+        assert (len(busy.received), len(free.received)) == (1, 2)
+        assert await fallbacks(stack, "retry") == 1
+        async with aiohttp.ClientSession() as session, session.get(f"{stack.admin}/debug/snapshot") as answer:
+            legs = {each["address"]: each["prefill"] for each in (await answer.json())["endpoints"]}
+        assert (legs[busy.address]["failures"], legs[busy.address]["blocked_for_s"]) == (0, 0)
 
 
 async def test_no_more_workers_are_tried_than_the_configuration_says() -> None:
