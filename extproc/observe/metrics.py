@@ -18,6 +18,7 @@ from extproc.observe.accounts import Accounts
 from extproc.observe.client_metrics import ClientMetrics
 from extproc.observe.instruments import Maker
 from extproc.observe.own_time import PHASES
+from extproc.observe.served_by import BY
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 """From a prefill of a few tokens to one of a million; the steps are those of a TTFT SLO."""
@@ -38,7 +39,7 @@ TTFT_SECONDS = (
 )
 """vLLM's own, of the time to the first token."""
 
-_FALLBACKS = ("retry", "aggregate", "stale", "decode", "panic", "unwarmed")
+_FALLBACKS = ("retry", "aggregate", "stale", "decode", "panic", "unwarmed", "gateway")
 _REJECTIONS = ("queue_full", "queue_wait", "late", "max_in_flight", "deadline", "no_endpoint")
 _PREFILL_OUTCOMES = ("ok", "failed", "refused", "cancelled")
 SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
@@ -89,7 +90,7 @@ class Metrics:
             "Ways taken that were not the first choice: `retry` (another prefill worker), `aggregate` (no prefill), `stale` (a "
             "handoff too old to use, prefilled again), `decode` (another decode worker than was picked), `panic` (every worker "
             "of a role failed lately, and one was chosen all the same), `unwarmed` (no pair was warm, and one was chosen all "
-            "the same)",
+            "the same), `gateway` (it took a decode worker that was named behind the chosen one, `epp.fallback_endpoints`)",
             ["kind"],
             known=_FALLBACKS,
             watch="`retry` and `aggregate` against `baton_requests_total`",
@@ -134,6 +135,18 @@ class Metrics:
             watch="its rate against that of the prompt tokens is the hit ratio",
         )
         self.prefix_blocks = make.gauge("baton_prefix_index_blocks", "Blocks in the prefix index")
+        self.answers_served = make.tally(
+            "baton_answers_served",
+            "Answers whose start Envoy showed, by who gave them: " + ", ".join(f"`{by}` ({what})" for by, what in BY.items()),
+            ("by",),
+            known=[(by,) for by in BY],
+            watch="`pool` and `stranger`: the gateway's workers are not the filter's, or its routes retry",
+        )
+        self.handoffs_lost = make.counter(
+            "baton_handoffs_lost",
+            "Handoffs whose request another than a decode worker of the pool answered: computed in vain, and given back",
+            watch="anything above 0",
+        )
         self.served_elsewhere = make.counter(
             "baton_served_elsewhere", "Answers of another worker than the one that was chosen", watch="anything above 0"
         )
@@ -234,6 +247,18 @@ class Metrics:
             "Certificates and keys that changed on disk; `failed`: what was read before is used on",
             ["name", "outcome"],
             watch="any `failed`: the old ones will expire",
+        )
+        self.discovery_failing_seconds = make.gauge(
+            "baton_discovery_failing_seconds",
+            "For how long a source of workers could not be read; the workers are then those that it named last",
+            ["source"],
+            watch="over 60 s",
+        )
+        self.kubernetes_requests = make.counter(
+            "baton_kubernetes_requests",
+            "Requests to the API server of Kubernetes, by `list` or `watch`; one that breaks off after it began counts twice",
+            ["verb", "outcome"],
+            watch="`forbidden` and `unauthorized`: rights or the token are not what they should be; a steady rate of `gone`",
         )
         self.scrapes = make.counter("baton_scrapes", "Looks at a worker's metrics", ["outcome"], known=("ok", "failed"))
         self.scrape_age_seconds = make.gauge(
@@ -409,8 +434,8 @@ class Metrics:
         )
         self.replica_links = make.tally(
             "baton_replica_links",
-            "Connections between replicas: `connected`, `ended` (from then on only the workers tell what it does), `unreached`, "
-            "`lookup_failed` (of `replicas.dns`), and refused ones by reason",
+            "Connections between replicas: `connected`, `ended` (from then on only the workers tell what it does), "
+            "`unreached`, `lookup_failed` (of `replicas.dns`), and refused ones by reason",
             ["outcome"],
             known=[
                 (each,)

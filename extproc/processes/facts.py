@@ -1,7 +1,8 @@
 """What processes tell each other: small messages in batches, as msgpack. Data only; what they mean is in :mod:`.siblings`.
 
-They come from processes of the same user and the same program, through a folder that nobody else can enter. They are checked
-all the same: a number that is none, or a type that is another, makes the batch malformed, and it is counted and left.
+They come from processes of the same user and the same program, through a folder that nobody else can enter, or from replicas
+that have proved to be some (:mod:`extproc.replicas`). They are checked all the same: a number that is none, or a type that is
+another, makes the batch malformed, and it is counted and left.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Claimed(_Fact, frozen=True, array_like=True, tag=1):
     tokens: _Number
     work_s: _Seconds
     since_s: _Seconds
-    """On the clock of the machine, which all processes share (CLOCK_MONOTONIC)."""
+    """On the sender's clock: that of the machine, which all processes share (CLOCK_MONOTONIC), or see ``Header.clock_s``."""
     late: bool
 
 
@@ -190,6 +191,10 @@ class AskIndex(_Fact, frozen=True, array_like=True, tag=22):
     """Tell me what workers hold."""
 
 
+class IndexTold(_Fact, frozen=True, array_like=True, tag=23):
+    """That was all that workers hold, as far as the sender knows."""
+
+
 Fact = (
     Claimed
     | Released
@@ -213,6 +218,7 @@ Fact = (
     | Ask
     | AskPairs
     | AskIndex
+    | IndexTold
 )
 
 
@@ -231,6 +237,8 @@ class Header(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Lines of the access log that it waits for."""
     claims: _Number | None
     """How many it has, if the receiver knows all of them with this batch."""
+    clock_s: _Seconds | None = None
+    """What the sender's clock says as it sends; None: the receiver has the same clock."""
 
 
 class Batch(msgspec.Struct, frozen=True, array_like=True):

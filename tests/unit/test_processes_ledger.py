@@ -479,7 +479,7 @@ async def test_alone_from_the_start_the_first_one_leads_at_once_and_the_second_w
 )
 async def test_bytes_that_are_no_batch_are_counted_and_left(data: bytes) -> None:
     async with Family() as family:
-        family[0].siblings.receive(data)
+        family[0].siblings.take(data)
         assert family[0].messages("malformed") == 1
         assert family[0].siblings._siblings[1].epoch is not None
 
@@ -505,7 +505,7 @@ async def test_a_number_that_makes_no_sense_changes_nothing(field: str, value: A
             data = msgspec.msgpack.encode([head, 50, [[1, *values.values()]]])
         except OverflowError:
             return
-        family[0].siblings.receive(data)
+        family[0].siblings.take(data)
         assert family[0].messages("malformed") == 1
         family[0].assert_empty()
 
@@ -513,7 +513,7 @@ async def test_a_number_that_makes_no_sense_changes_nothing(field: str, value: A
 async def test_a_batch_of_a_process_that_there_is_not_is_left() -> None:
     async with Family() as family:
         header = facts.Header(sender=5, epoch="e", settled=True, first=None, open_streams=0, awaited_lines=0, claims=None)
-        family[0].siblings.receive(facts.batch(header, 1, []))
+        family[0].siblings.take(facts.batch(header, 1, []))
         assert family[0].messages("malformed") == 1
 
 
@@ -522,6 +522,6 @@ async def test_hashes_of_no_whole_number_are_left_and_the_rest_of_the_batch_coun
         header = family[1].siblings._header(family[1].siblings._siblings[0])
         number = family[0].siblings._siblings[1].number + 1
         told = [facts.Learned("p0", b"123", 64.0), facts.Claimed(1, True, "p0", 5, 0.1, 1.0, False)]
-        family[0].siblings.receive(facts.batch(header, number, [facts.encode(each) for each in told]))
+        family[0].siblings.take(facts.batch(header, number, [facts.encode(each) for each in told]))
         assert family[0].messages("malformed") == 1
         assert family[0]["p0"].leg(Role.PREFILL).tokens == 5
