@@ -13,6 +13,13 @@ _STRIDE = 8
 """Every so many blocks of a prompt, the first one included, it is noted who holds that block: where many do, those that hold
 most are found by that."""
 
+_BLOCK_BYTES, _RUN_BYTES = 30, 600
+"""What a block in a long run takes, and a run by itself: measured with bench.prefix_index."""
+
+_BYTES_A_BLOCK = 250
+_LEAST_BYTES = 128 << 20
+"""An index may take so many bytes for each block of its limit, but always so many: a limit of few blocks costs little."""
+
 _FEW = 64
 """So many that hold the first block are all asked how much they hold."""
 
@@ -105,10 +112,15 @@ class PrefixIndex:
     """
 
     def __init__(self, max_blocks: int) -> None:
-        """``max_blocks`` limits the entries, one for each block and endpoint. Raises ValueError below 1."""
+        """``max_blocks`` limits the entries, one for each block and endpoint, and by that the memory: 250 bytes for each, or
+        128 MiB if that is more. Blocks of prompts that have but one or two take more than that, so fewer of them are kept.
+        Raises ValueError below 1.
+        """
         if max_blocks < 1:
             raise ValueError(f"max_blocks must be at least 1, not {max_blocks}")
         self._max_blocks = max_blocks
+        self._max_bytes = max(max_blocks * _BYTES_A_BLOCK, _LEAST_BYTES)
+        self._runs = 0
         self._masks: dict[int, int] = {}
         self._holders: dict[str, _Holder] = {}
         self._by_slot: list[_Holder | None] = []
@@ -168,6 +180,7 @@ class PrefixIndex:
         if holder:
             for run in holder.runs:
                 self._unmask(holder, run, 0)
+            self._runs -= len(holder.runs)
             holder.runs, holder.starts = OrderedDict(), {}  # emptied ones keep their tables
             self._blocks -= holder.blocks
             holder.blocks = holder.torn = 0
@@ -225,6 +238,7 @@ class PrefixIndex:
                 last = at + len(own)
                 if last <= count and own[-1] == hashes[last - 1]:  # mostly the whole run
                     del starts[own[0]], runs[run]
+                    self._runs -= 1
                     at = last
                     continue
                 common = _common(own, hashes, at)
@@ -247,6 +261,9 @@ class PrefixIndex:
         while self._blocks > self._max_blocks:
             fullest = max(self._holders.values(), key=_size)
             self._evict(fullest, min(self._blocks - self._max_blocks, fullest.blocks))
+        while self._blocks * _BLOCK_BYTES + self._runs * _RUN_BYTES > self._max_bytes:
+            fullest = max(self._holders.values(), key=_bytes)
+            self._evict(fullest, len(next(iter(fullest.runs)).hashes))
         if len(masks) > 2 * self._max_blocks:
             self._mask_again()
 
@@ -329,8 +346,11 @@ class PrefixIndex:
             holder.blocks -= len(other.hashes)
             self._blocks -= len(other.hashes)
             del holder.runs[other]
+            self._runs -= 1
         holder.starts[block] = run
-        holder.runs[run] = None
+        if run not in holder.runs:
+            self._runs += 1
+            holder.runs[run] = None
 
     def _cut(self, holder: _Holder, run: _Run, count: int) -> None:
         """Take the first ``count`` blocks out of a run, without a word about who holds them."""
@@ -338,6 +358,7 @@ class PrefixIndex:
         del holder.starts[hashes[0]]
         if count == len(hashes):
             del holder.runs[run]
+            self._runs -= 1
             return
         run.hashes, run.start = hashes[count:], run.start + count
         self._start(holder, run)
@@ -378,6 +399,7 @@ class PrefixIndex:
                 run.hashes = run.hashes[:keep]
             else:
                 del runs[run], holder.starts[run.hashes[0]]
+                self._runs -= 1
 
     def _unmask(self, holder: _Holder, run: _Run, first: int) -> None:
         """The endpoint does not hold the blocks of a run any more from the one numbered ``first`` on."""
@@ -420,3 +442,7 @@ def _common(run: array[int], hashes: array[int], at: int) -> int:
 
 def _size(holder: _Holder) -> int:
     return holder.blocks
+
+
+def _bytes(holder: _Holder) -> int:
+    return holder.blocks * _BLOCK_BYTES + len(holder.runs) * _RUN_BYTES

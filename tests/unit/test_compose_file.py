@@ -172,6 +172,30 @@ def test_images_of_others_are_pinned_to_a_version() -> None:
             assert re.fullmatch(r"v?\d+\.\d+\.\d+", tag), f"{name}: {service['image']}"
 
 
+@pytest.mark.parametrize("profile", PROFILES)
+def test_nobody_can_do_more_than_the_docs_say(profile: str) -> None:
+    for name, service in resolved(profile)["services"].items():
+        engines = profile != "sim" and name.startswith(("prefill", "decode", "lmcache", "model"))
+        assert service.get("read_only", False) is not engines, f"{name}: root file system"
+        assert service["cap_drop"] == ["ALL"], name
+        pins = profile == "gpu" and name in ("prefill", "decode", "lmcache")
+        assert service.get("cap_add", []) == (["IPC_LOCK"] if pins else []), name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert not service.get("privileged", False), name
+
+
+def test_rdma_devices_are_passed_on_where_they_are_named() -> None:
+    env_file = str(ROOT / ".env.example")
+    file = json.loads(
+        docker_compose("--env-file", env_file, "--profile", "gpu", "config", "--format=json", RDMA_DEVICES="/dev/infiniband")
+    )
+    for name in ("prefill", "decode"):
+        (device,) = file["services"][name]["devices"]
+        assert (device["source"], device["target"]) == ("/dev/infiniband", "/dev/infiniband")
+        (device,) = resolved("gpu")["services"][name]["devices"]
+        assert device["source"] == "/dev/null"
+
+
 def test_gpu_workers_may_pin_memory_and_see_every_gpu() -> None:
     for name in ("prefill", "decode"):
         service = resolved("gpu")["services"][name]

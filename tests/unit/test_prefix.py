@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import random
+import tracemalloc
 from array import array
 from collections import OrderedDict
 
@@ -9,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from extproc.routing import prefix
 from extproc.routing.prefix import Chain, PrefixIndex, chain_of
 
 
@@ -124,6 +128,33 @@ def test_a_prompt_larger_than_the_total_limit_does_not_exceed_it() -> None:
     index.insert("a", chain("123456789"))
     assert index.blocks == 3
     assert index.lookup(chain("123456789"))["a"] >= 2
+
+
+@pytest.mark.parametrize("prompt_blocks", [1, 2, 8, 64, 2000])
+def test_a_block_takes_no_more_memory_than_it_is_counted_for(prompt_blocks: int) -> None:
+    draw, index = random.Random(1), PrefixIndex(1_000_000)
+    prompts = [array("Q", draw.randbytes(8 * prompt_blocks)) for _ in range(40_000 // prompt_blocks)]
+    gc.collect()
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    for number, hashes in enumerate(prompts):
+        index.insert(f"10.0.0.{number % 64}:8000", Chain(array("Q", hashes), 64.0))
+    taken = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert taken <= index.blocks * prefix._BLOCK_BYTES + index._runs * prefix._RUN_BYTES
+
+
+def test_prompts_of_one_block_cannot_take_more_memory_than_the_limit_of_blocks_allows(monkeypatch) -> None:
+    monkeypatch.setattr(prefix, "_LEAST_BYTES", 0)
+    index = PrefixIndex(1000)
+    for number in range(3000):
+        index.insert("ab"[number % 2], Chain(array("Q", [number]), 64.0))
+    most = 1000 * 250 // (prefix._BLOCK_BYTES + prefix._RUN_BYTES)
+    assert index.blocks == most
+    assert [index.matched(Chain(array("Q", [number]), 64.0), "ab"[number % 2]) for number in (2999, 2998, 0)] == [1, 1, 0]
+    long = PrefixIndex(1000)
+    long.insert("a", Chain(array("Q", range(1000)), 64.0))
+    assert long.blocks == 1000
 
 
 def test_an_endpoint_that_was_started_again_holds_nothing_and_the_others_keep_theirs() -> None:
@@ -303,13 +334,14 @@ def test_the_index_says_what_the_naive_model_says(limit, steps) -> None:
         getattr(index, name)(address, *arguments)
         getattr(model, name)(address, *arguments)
         assert index.blocks == sum(map(len, model.blocks.values())) <= limit
+        assert index._runs == sum(len(index.runs(each)) for each in index.addresses())
         for text in ("aaaaaa", "ababab", "bbaabb", *(value for value in rest if isinstance(value, str))):
             assert index.lookup(chain(text)) == model.lookup(chain(text))
             for each in "pqr":
                 assert index.matched(chain(text), each) == model.matched(chain(text), each)
     for each in "pqr":
         index.drop(each)
-    assert index.blocks == 0
+    assert (index.blocks, index._runs) == (0, 0)
     assert not index.lookup(chain("a"))
 
 
