@@ -86,15 +86,16 @@ def _timed(action: Callable[[], object]) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
-def _measure(naive: bool, entries: int) -> _Measured:
+def _measure(naive: bool, entries: int, prompt_blocks: int) -> _Measured:
     """Fill an index to ``entries``, then time it in that state: new prompts in, old ones looked up."""
     draw = random.Random(7)  # noqa: S311 - a bench that can be repeated
     addresses = [f"10.0.{number}.1:8000" for number in range(_ENDPOINTS)]
     system = array("Q", draw.randbytes(8 * _SHARED_BLOCKS))
 
     def prompt() -> Chain:
-        own = array("Q", draw.randbytes(8 * _PROMPT_BLOCKS))
-        return Chain(system + own[_SHARED_BLOCKS:] if draw.random() < 0.5 else own, _BLOCK_TOKENS)
+        own = array("Q", draw.randbytes(8 * prompt_blocks))
+        shares = draw.random() < 0.5 and prompt_blocks > _SHARED_BLOCKS
+        return Chain(system + own[_SHARED_BLOCKS:] if shares else own, _BLOCK_TOKENS)
 
     gc.collect()
     before_bytes = psutil.Process().memory_info().rss
@@ -115,10 +116,10 @@ def _measure(naive: bool, entries: int) -> _Measured:
     return _Measured(grown_mb, index.blocks, insert_ms, lookup_ms)
 
 
-def _apart(naive: bool, entries: int) -> _Measured:
+def _apart(naive: bool, entries: int, prompt_blocks: int) -> _Measured:
     """The same in a new process."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(_measure, (naive, entries))
+        return pool.apply(_measure, (naive, entries, prompt_blocks))
 
 
 def _chain_ms(prompt_bytes: int) -> list[float]:
@@ -146,9 +147,12 @@ def main() -> None:
     """Measure, and print a table."""
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--entries", type=int, default=1_000_000)
-    entries = options.parse_args().entries
-    ours, naive = _apart(False, entries), _apart(True, entries)
-    table = Table(title=f"{entries:,} entries over {_ENDPOINTS} endpoints; prompts of {_PROMPT_BLOCKS:,} blocks (128K tokens)")
+    options.add_argument("--prompt-blocks", type=int, default=_PROMPT_BLOCKS, help="of 64 tokens; 1: the worst for the memory")
+    given = options.parse_args()
+    entries, blocks = given.entries, given.prompt_blocks
+    ours, naive = _apart(False, entries, blocks), _apart(True, entries, blocks)
+    tokens = blocks * int(_BLOCK_TOKENS)
+    table = Table(title=f"{entries:,} entries over {_ENDPOINTS} endpoints; prompts of {blocks:,} blocks ({tokens:,} tokens)")
     for name in ("", "Baton", "naive", "ratio"):
         table.add_column(name, justify="left" if not name else "right")
     table.add_row("entries held", f"{ours.entries:,}", f"{naive.entries:,}", "")
