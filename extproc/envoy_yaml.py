@@ -121,6 +121,11 @@ _COMMENTS: Mapping[str, str] = {
     "tracing.custom_tags": "No query: clients put keys there.",
     "request_id_extension": "A client's request id stays as it is, and has no part in sampling: that is the sampler's.",
     "sampler.typed_config": "As the caller has decided; this share of those that nobody has decided about.",
+    "http_filters.envoy.filters.http.api_key_auth": (
+        "Clients' API keys, from a file of their own that is read again when it changes. Who has none is answered 401. The key "
+        "goes no further, and the client's name is set in a header that no client can."
+    ),
+    "http_filters.envoy.filters.http.local_ratelimit": "A token bucket for each client, by the name that its key has given it.",
     "layered_runtime": "The expression of what the filter may change is longer than Envoy takes by default.",
     "mutation_rules": "What the filter may change. Anything else is a bug and fails the request.",
     "listeners.stats": "Statistics for a Prometheus elsewhere: one page of the admin port, and nothing else of it.",
@@ -155,9 +160,13 @@ _COMMENTS: Mapping[str, str] = {
     ),
     "combined_validation_context": "Signed by these authorities, and for this name: nothing else is a worker, or the filter.",
     "clusters.extproc.transport_socket": "TLS to the filter. Without a validation context any certificate is taken.",
-    "clusters.extproc.load_balancing_policy": "The filter is several processes: the one with the fewest open requests.",
+    "routes.0.match.headers.0.name": (
+        "The filter names the pool of the worker that it has chosen, and has the routes matched again. What a client sends under "
+        "this name is gone before."
+    ),
+    "clusters.extproc.load_balancing_policy": "There are several filters, or processes of one: the one with the fewest open requests.",
     "clusters.extproc.outlier_detection": (
-        "A process that is gone is left out at the first connection that it refuses: the retry goes to another one."
+        "One that is gone is left out at the first connection that it refuses: the retry goes to another one."
     ),
     "clusters.any_decode": "The same workers in turn, for requests that no filter has seen.",
     "filters.http.header_to_metadata": (

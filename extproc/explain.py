@@ -18,6 +18,7 @@ from extproc.intake import Asked, Intake, TextSizes
 from extproc.paths import treatment
 from extproc.policy import Facts, Policies, Policy
 from extproc.policy_config import Match, PolicyRule
+from extproc.pools.choice import pool_of
 from extproc.prompt import DEFAULT_BYTES_PER_TOKEN, BytesPerToken
 from extproc.routing.explain import Explanation, explain, explain_snapshot
 from extproc.routing.job import Job
@@ -43,6 +44,8 @@ class PolicyShown(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     why: str
+    pool: str | None = None
+    """That its workers are of; null: there are no pools."""
     passed_over: dict[str, list[str]] = {}
     """Policies before it -> the conditions that did not hold."""
     mode: str
@@ -196,10 +199,11 @@ class Explainer:
             model=job.model or "",
             policy=PolicyShown(
                 name=aims.policy,
-                why=self._why(len(read.passed_over)),
+                why=self._why(aims.policy, len(read.passed_over)),
                 passed_over=read.passed_over,
                 mode=aims.mode.value,
                 objective=aims.objective.value,
+                pool=pool_of(job.aims.decode_labels),
                 dispatch="queue" if aims.held else "immediate",
                 ignored_overrides=list(read.asked.resolved.ignored_overrides),
             ),
@@ -212,8 +216,10 @@ class Explainer:
             notes=notes,
         )
 
-    def _why(self, passed_over: int) -> str:
+    def _why(self, policy: str, passed_over: int) -> str:
         rules = self._config.policies
+        if policy != (rules[passed_over].name if passed_over < len(rules) else _NO_MATCH.aims.policy):
+            return "x-baton-policy asks for it, and it allows that"
         if passed_over >= len(rules):
             return "no policy matches: the defaults hold" if rules else "there are no policies: the defaults hold"
         conditions = [text for text, _ in _conditions(rules[passed_over])]

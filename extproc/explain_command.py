@@ -109,6 +109,8 @@ def _head(report: Report) -> Table:
     for name, conditions in policy.passed_over.items():
         row("", f"not {name}, which asks for: {'; '.join(conditions)}")
     row("", f"mode {policy.mode}, objective {policy.objective}, dispatch {policy.dispatch}")
+    if policy.pool is not None:
+        row("pool", policy.pool)
     if policy.ignored_overrides:
         row("", f"ignores the client's x-baton-{', x-baton-'.join(policy.ignored_overrides)}")
     if report.whole_reason is not None:

@@ -28,6 +28,12 @@ LB_NAMESPACE: Final = "envoy.lb"
 SERVED_KEY: Final = f"{DESTINATION_HEADER}-served"
 """In the same namespace: where the load balancer notes which worker it took."""
 
+SUBSET_NAMESPACE: Final = "envoy.lb.subset_hint"
+"""The dynamic-metadata namespace in which a gateway says among which workers one is to be chosen."""
+
+SUBSET_KEY: Final = f"{DESTINATION_HEADER}-subset"
+"""In that namespace: a list of ``ip:port``. A header of the same name is no word of the gateway's, and goes."""
+
 TAGS_NAMESPACE: Final = "baton"
 """The dynamic-metadata namespace in which the filter notes how a request is served, for Envoy's statistics and logs. No client
 can write there."""
@@ -49,7 +55,7 @@ UPSTREAM_ATTRIBUTE: Final = "upstream.address"
 
 ROUTING_HEADERS: Final[tuple[str, ...]] = (
     DESTINATION_HEADER,
-    "x-gateway-destination-endpoint-subset",
+    SUBSET_KEY,
     SERVED_KEY,
     KV_TRANSFER_HEADER,
     PREFILLER_HEADER,

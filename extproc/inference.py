@@ -170,6 +170,13 @@ class InferenceRequest(msgspec.Struct, frozen=True):
             raise ApiError("model_missing", "the body names no model", param="model")
         return name
 
+    def names_model(self) -> str | None:
+        """The same; None if there is none, or something that is no name."""
+        try:
+            return self.model()
+        except ApiError:
+            return None
+
     def with_model(self, name: str) -> InferenceRequest:
         """The same request for the model ``name``, on every leg. Raises ApiError (400) if it names no model."""
         if name == self.model():

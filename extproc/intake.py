@@ -6,7 +6,7 @@ The filter reads requests with it, and `baton explain` reads them the same way.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -16,8 +16,9 @@ from extproc.handoff.choose import connector
 from extproc.inference import InferenceRequest
 from extproc.models import Names
 from extproc.policy import Policies, Resolved
+from extproc.pools.choice import PoolChoice, within
 from extproc.prompt import Prompt, PromptSettings, read_prompt
-from extproc.routing.job import Job
+from extproc.routing.job import Aims, Job
 
 
 class TextSizes(Protocol):
@@ -46,6 +47,16 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a decode worker does it all when no prefill could be had."""
 
 
+class Other(NamedTuple):
+    """A request that is no prompt."""
+
+    request: InferenceRequest | None
+    """As the worker gets it; None: it has no JSON body."""
+    model: str | None
+    """That serves it; None: any."""
+    aims: Aims
+
+
 class Intake:
     """Reads requests under one configuration."""
 
@@ -58,6 +69,8 @@ class Intake:
         self._apis = connector(config.handoff).apis
         self._bytes_per_token = bytes_per_token
         self._chains = KnownChains()
+        self._choice = PoolChoice(config.pools) if config.pools else None
+        self._rename_all = self._choice is not None or config.routes.asks_for_model
 
     def read(
         self,
@@ -81,7 +94,10 @@ class Intake:
         if model != model_asked:
             request = request.with_model(model)
             prompt = self._prompt(request, model)
-        policy = resolved.policy
+        policy, aims = resolved.policy, resolved.aims
+        if self._choice is not None:
+            pool = self._choice.pool(policy.pools, aims.policy, model, resolved.affinity or request_id)
+            aims = within(aims, pool)
         if policy.pass_priority:
             request = request.with_priority(resolved.aims.priority)
         whole_reason = request.whole_reason()
@@ -95,7 +111,7 @@ class Intake:
                 model=model,
                 chain=prompt.chain,
                 tokens=max(prompt.tokens, 1),
-                aims=resolved.aims,
+                aims=aims,
                 arrived_s=arrived_s,
                 deadline_s=deadline_s,
                 tenant=resolved.tenant,
@@ -110,6 +126,30 @@ class Intake:
             retries=0 if on_failure == "fail" else self._prefill.retries,
             fallback=self._prefill.fallback == "aggregate" if on_failure is None else on_failure == "aggregate",
         )
+
+    def read_other(
+        self,
+        request: InferenceRequest | None,
+        *,
+        headers: Mapping[str, str],
+        path: str,
+        request_id: str,
+        aims: Aims,
+    ) -> Other:
+        """A request that is no prompt, where it matters which model it is for. ``aims``: those of all such requests."""
+        if not self._rename_all:
+            return Other(request, None, aims)
+        asked = None if request is None else request.names_model()
+        resolved = self._policies.resolve(headers, path, asked, None)
+        key = resolved.affinity or request_id
+        model = None if asked is None else self.names.resolve(asked, key)
+        if request is not None and model is not None and model != asked:
+            request = request.with_model(model)
+        if self._choice is None:
+            return Other(request, model, aims)
+        if model is None and not resolved.policy.pools:
+            return Other(request, None, aims)  # any worker can tell what has to do with no model
+        return Other(request, model, within(aims, self._choice.pool(resolved.policy.pools, resolved.aims.policy, model, key)))
 
     def _prompt(self, request: InferenceRequest, model: str) -> Prompt:
         size = self._bytes_per_token.of(model)

@@ -25,6 +25,7 @@ from extproc.observe.logs import Logger
 from extproc.recent import Recent
 from extproc.routing import health
 from extproc.routing.decision import Candidate, Decision, Terms
+from extproc.routing.partition import POOL_LABEL
 from extproc.routing.pool import Endpoint, Role
 from extproc.routing.why import time_words
 
@@ -191,7 +192,7 @@ class Live:
 
     def _times_now(self) -> doc.TimesNow:
         found = _seen(self._times()) if self._times is not None else doc.TimesNow()
-        if found.ttft is None and not self._config.envoy.access_log:
+        if found.ttft is None and not self._config.access_log:
             found.window_s = None
         if found.itl is None:
             found.itl = _itl_of_engines(self._dispatcher.router.pool.endpoints)
@@ -255,7 +256,10 @@ def _worker(endpoint: Endpoint, now_s: float, handoffs: int, why_warming: str | 
         roles=_ROLES[endpoint.roles],
         state=state,
         why=_short(why),
-        labels={name[: doc.TEXT_MOST]: value[: doc.TEXT_MOST] for name, value in islice(endpoint.labels.items(), _LABELS_MOST)},
+        pool=endpoint.labels.get(POOL_LABEL),
+        labels={
+            name[: doc.TEXT_MOST]: value[: doc.TEXT_MOST] for name, value in islice(endpoint.spec.labels.items(), _LABELS_MOST)
+        },
         models=[name[: doc.TEXT_MOST] for name in models[:_MODELS_MOST]],
         prefill_requests=prefill.requests,
         decode_requests=decode.requests,

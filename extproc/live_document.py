@@ -39,6 +39,8 @@ class WorkerNow(msgspec.Struct, kw_only=True, gc=False):
     `leaving`: no longer configured, it finishes what it has. `down`: its health check fails."""
     why: str | None = None
     """Why it is in that state, where that is known."""
+    pool: str | None = None
+    """The pool that it is in; null: there are none."""
     labels: dict[str, str] = {}
     """At most eight."""
     models: list[str] = []

@@ -22,12 +22,14 @@ from extproc.policy_config import (
     PolicyRule,
     TokensMatch,
     models_of,
+    pools_of,
 )
 from extproc.routing.job import Aims, Late, Mode, Objective
 
 _PREFIX_LENGTH: Final = len(OVERRIDE_PREFIX)
 _OVERRIDES: Final[frozenset[str]] = frozenset(get_args(Override))
 _ID_MAX_CHARS: Final = 256
+_POLICY_HEADER: Final = OVERRIDE_PREFIX + "policy"
 
 OTHER_OVERRIDE: Final = "other"
 """Stands in ``Resolved.ignored_overrides`` for every ``x-baton-…`` header that is no override, so that the names are few."""
@@ -62,6 +64,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the streams that are watched; None: as the configuration says."""
     pass_priority: bool = False
     """Set ``aims.priority`` in the engine's request."""
+    pools: Mapping[str, float] = {}
+    """Those whose workers may serve the request, with weights; none: any, by the model."""
     allow_overrides: frozenset[str] = frozenset()
     """Names without ``x-baton-``."""
 
@@ -96,6 +100,8 @@ class Policies:
     def __init__(self, rules: Sequence[PolicyRule], default: Policy = DEFAULT) -> None:
         self._rules = tuple((_tests(rule.match), _policy(rule)) for rule in rules)
         self._default = default
+        self._by_name = {policy.aims.policy: policy for _, policy in self._rules if "policy" in policy.allow_overrides}
+        """Those that a client may ask for."""
 
     def match(self, facts: Facts) -> Policy:
         """The policy of a request."""
@@ -113,13 +119,15 @@ class Policies:
         ``headers`` have lower-case names, ``path`` no query. Raises ApiError (400) for an override that is allowed and has a
         value that it cannot have.
         """
-        policy = self.match(Facts(headers, path, model, prompt_tokens))
+        policy = self._asked_for(headers) or self.match(Facts(headers, path, model, prompt_tokens))
         aims, explain, sample = policy.aims, policy.explain, policy.sample
         ignored: tuple[str, ...] = ()
         session = _id(headers.get(policy.session_header, "")) if policy.session_header else ""
         tenant = _id(headers.get(policy.tenant_header, "")) if policy.tenant_header else ""
         if sent := override_headers(headers):
             wishes, ignored = _wishes(policy, headers, sent)
+            if wishes.pop("policy", policy.aims.policy) != policy.aims.policy:
+                ignored = tuple(sorted((*ignored, "policy")))  # it names another, which does not allow it
             session, tenant = _id(wishes.pop("session", session)), _id(wishes.pop("tenant", tenant))
             if "explain" in wishes:
                 explain = _yes_or_no("explain", wishes.pop("explain"))
@@ -128,6 +136,10 @@ class Policies:
             if wishes:
                 aims = _changed(aims, wishes)
         return Resolved(policy, aims, session, tenant or policy.shared_tenant, session or tenant, explain, sample, ignored)
+
+    def _asked_for(self, headers: Mapping[str, str]) -> Policy | None:
+        """The policy that the client names, where that policy lets it."""
+        return self._by_name.get(headers.get(_POLICY_HEADER, "").strip()) if self._by_name else None
 
 
 def override_headers(headers: Mapping[str, str]) -> list[str]:
@@ -181,6 +193,7 @@ def _policy(rule: PolicyRule) -> Policy:
         explain=rule.explain,
         sample=rule.observe.sample,
         pass_priority=rule.pass_priority,
+        pools=pools_of(rule),
         allow_overrides=frozenset(rule.allow_overrides),
     )
 

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final, Literal
 
 import msgspec
 
 from extproc.routing.job import Late, Mode, Objective
+from extproc.routing.partition import DEFAULT_POOL, POOL_LABEL, UNDECIDED
 from workers.yaml_lines import path_of
 
 OVERRIDE_PREFIX: Final = "x-baton-"
 """Request headers that begin so are the client's wishes. No engine sees them."""
 
 Override = Literal[
-    "mode", "objective", "ttft-slo-ms", "itl-slo-ms", "priority", "session", "tenant", "explain", "queue-wait-ms", "observe"
+    "mode",
+    "objective",
+    "ttft-slo-ms",
+    "itl-slo-ms",
+    "priority",
+    "session",
+    "tenant",
+    "explain",
+    "queue-wait-ms",
+    "observe",
+    "policy",
 ]
 """What a client can wish for, by the header ``x-baton-<name>``."""
 
@@ -33,6 +45,7 @@ _REGEX_MAX_REPEATS = 2
 _MAX_RULES = 256
 _MAX_CONDITIONS = 64
 _MAX_MODELS = 256
+_MAX_SHARES = 16
 
 # A sign after a repeat (`*?`, `*+`) belongs to it.
 _REGEX_PART = re.compile(r"[()]|(?:[*+]|\{[0-9]+\}|\{[0-9]*,[0-9]*\})[?+]?")
@@ -195,6 +208,9 @@ class PolicyRule(_Section, frozen=True, kw_only=True):
     threshold_uncached_tokens: int | None = None
     """With `mode: auto`, hand over from so many uncached tokens on; null: weigh the costs."""
     workers: WorkerLabels = WorkerLabels()
+    pool: str | dict[str, float] | None = None
+    """The pool whose workers serve the request, or several with weights (a canary): `{stable: 95, next: 5}`. A conversation
+    stays in one. null: by the model, see [routes](routes.md)."""
     session_header: str | None = None
     """Header with the conversation's id; the worker that holds the conversation is preferred."""
     tenant_header: str | None = None
@@ -217,7 +233,8 @@ class PolicyRule(_Section, frozen=True, kw_only=True):
     explain: bool = False
     """The decision is in the response header `x-baton-decision`. It names workers."""
     allow_overrides: list[Override] = []
-    """What the client may set by `x-baton-<name>`; without it, such a header is ignored and counted."""
+    """What the client may set by `x-baton-<name>`; without it, such a header is ignored and counted. `policy`: `x-baton-policy`
+    with the name of this policy puts a request under it, whatever matches."""
 
     def __post_init__(self) -> None:
         """Raises ValueError."""
@@ -240,6 +257,8 @@ class PolicyRule(_Section, frozen=True, kw_only=True):
         twice = next((name for name in self.allow_overrides if self.allow_overrides.count(name) > 1), None)
         if twice is not None:
             raise ValueError(f"allow_overrides: {twice} stands there twice")
+        if isinstance(self.pool, dict):
+            _check_shares(self.pool)
         for field, why in _contradictions(self):
             raise ValueError(f"{field}: {why}")
 
@@ -249,16 +268,25 @@ def models_of(match: Match) -> Sequence[str]:
     return [match.model] if isinstance(match.model, str) else match.model or []
 
 
+def pools_of(rule: PolicyRule) -> Mapping[str, float]:
+    """The pools that a rule names, with their weights; empty if it names none."""
+    if rule.pool is None:
+        return {}
+    return {rule.pool: 1.0} if isinstance(rule.pool, str) else {name: weight for name, weight in rule.pool.items() if weight}
+
+
 def check_policies(
     rules: Sequence[PolicyRule],
     *,
     prefill_retries: int,
     prefill_labels: Sequence[Mapping[str, str]] | None,
     decode_labels: Sequence[Mapping[str, str]] | None,
+    pools: Collection[str] = (),
 ) -> None:
     """Refuse what only shows among all rules, or beside the rest of the configuration.
 
-    The labels are those of each worker; None: not known yet. Raises ValueError that begins with the field.
+    The labels are those of each worker, with its pool; None: not known yet. ``pools``: all names; none: there are no pools.
+    Raises ValueError that begins with the field.
     """
     if len(rules) > _MAX_RULES:
         raise ValueError(f"policies: {len(rules)} of them; at most {_MAX_RULES} are allowed")
@@ -266,19 +294,45 @@ def check_policies(
         for earlier in rules[:index]:
             if earlier.name == rule.name:
                 raise ValueError(f"policies[{index}].name: {rule.name} stands there twice")
-            if covers(earlier.match, rule.match):
+            if covers(earlier.match, rule.match) and "policy" not in rule.allow_overrides:
                 what = "every request" if earlier.match == Match() else "every request that it is for"
                 raise ValueError(
                     f"policies[{index}].match: {rule.name} can never match: {earlier.name}, before it, takes {what}"
                 )
+        _check_pools(f"policies[{index}].pool", rule.pool, pools)
         if rule.on_prefill_failure == "retry" and prefill_retries == 0:
             raise ValueError(f"policies[{index}].on_prefill_failure: retry, but prefill.retries is 0")
         for role, wanted, known in (
             ("prefill", rule.workers.prefill, prefill_labels),
             ("decode", rule.workers.decode, decode_labels),
         ):
-            if wanted and known is not None and not any(wanted.items() <= labels.items() for labels in known):
-                raise ValueError(f"policies[{index}].workers.{role}: no {role} worker has these labels")
+            if not wanted or known is None:
+                continue
+            for pool in pools_of(rule) or (None,):
+                inside = [labels for labels in known if pool is None or labels.get(POOL_LABEL) in (pool, UNDECIDED)]
+                if not any(wanted.items() <= labels.items() for labels in inside):
+                    where = "" if pool is None else f" in the pool {pool}"
+                    raise ValueError(f"policies[{index}].workers.{role}: no {role} worker{where} has these labels")
+
+
+def _check_pools(field: str, named: str | Mapping[str, float] | None, pools: Collection[str]) -> None:
+    for name in [named] if isinstance(named, str) else named or ():
+        if not pools:
+            raise ValueError(f"{field}: {name}, but there are no pools")
+        if name != DEFAULT_POOL and name not in pools:
+            close = difflib.get_close_matches(name, pools, 1)
+            hint = f"; did you mean {close[0]}?" if close else f"; there are {', '.join(pools)}"
+            raise ValueError(f"{field}: there is no pool {name}{hint}")
+
+
+def _check_shares(shares: Mapping[str, float]) -> None:
+    if not 1 <= len(shares) <= _MAX_SHARES:
+        raise ValueError(f"pool: {len(shares)} pools; 1 to {_MAX_SHARES} are allowed")
+    for name, weight in shares.items():
+        if not 0 <= weight <= 1e6:
+            raise ValueError(f"{path_of(('pool', name))}: {weight:g} is not from 0 to 1000000")
+    if not any(shares.values()):
+        raise ValueError("pool: all weights are 0")
 
 
 def covers(earlier: Match, later: Match) -> bool:

@@ -144,7 +144,8 @@ def _workers(doc: Live, most: int, width: int) -> RenderableType:
     table = Table(box=None, pad_edge=False, header_style="dim", title_justify="left", title_style="bold")
     left_out = len(doc.workers) - len(shown) + doc.workers_left_out
     table.title = f"workers{f' ({left_out:,} more are not shown)' if left_out else ''}"
-    for name in ("role", "worker", "state"):
+    pools = any(each.pool is not None for each in shown)
+    for name in (*(("pool",) if pools else ()), "role", "worker", "state"):
         table.add_column(name, no_wrap=True, overflow="ellipsis")
     table.add_column("load", no_wrap=True)
     table.add_column("KV", no_wrap=True)
@@ -154,7 +155,8 @@ def _workers(doc: Live, most: int, width: int) -> RenderableType:
     longest_s = max(1.0, *(each.backlog_s for each in doc.workers))
     most_requests = max(8, *(each.decode_requests for each in doc.workers))
     for worker in shown:
-        table.add_row(*_worker(worker, longest_s, most_requests, wide=wide))
+        pool = [Text(plain(worker.pool or "-"))] if pools else []
+        table.add_row(*pool, *_worker(worker, longest_s, most_requests, wide=wide))
     return table
 
 

@@ -20,8 +20,9 @@ from extproc.dispatcher import Dispatcher
 from extproc.errors import ApiError
 from extproc.observe.logs import Logger
 from extproc.observe.metrics import Metrics
-from extproc.policy_config import Match, PolicyRule, WorkerLabels
+from extproc.policy_config import Match, PolicyRule, WorkerLabels, pools_of
 from extproc.routing.job import Job, Mode
+from extproc.routing.partition import POOL_LABEL
 from extproc.routing.pool import Endpoint, Role, matches
 from extproc.warm_call import Meeting, MeetingError
 from extproc.warm_plan import Link, Plan, Worker
@@ -37,7 +38,7 @@ _ALONE_S = 15.0
 _GROUPS = 1_000
 """Kinds of prompts of which is remembered whether they have to wait."""
 
-_Group = tuple[str | None, tuple[tuple[str, str], ...], tuple[tuple[str, str], ...]]
+_Group = tuple[str | None, tuple[tuple[str, str], ...], tuple[tuple[str, str], ...], frozenset[str] | None]
 
 
 class WarmUp:
@@ -67,7 +68,8 @@ class WarmUp:
         self._on_change = on_change
         self._leads = leads
         self._clock = clock
-        self._rules = rules(config.policies)
+        partition = self._router.pool.partition
+        self._rules = rules(config.policies, () if partition is None else partition.names)
         self._plan = Plan(config.warm_up, self._pairs)
         if self._settings.enabled:
             self._pairs.on_forget = self._forgotten
@@ -324,13 +326,16 @@ class WarmUp:
         return self._states[group]
 
     def _weigh(self, group: _Group) -> tuple[bool, bool]:
-        model, *labels = group
+        model, prefill_labels, decode_labels, only = group
         open_ = warm = True
-        for role, wanted in zip((Role.PREFILL, Role.DECODE), labels, strict=True):
+        for role, wanted, among in ((Role.PREFILL, prefill_labels, None), (Role.DECODE, decode_labels, only)):
             fitting = [
                 each
                 for each in self._live.values()
-                if role in each.roles and each.serves(model) and matches(each.labels, dict(wanted))
+                if role in each.roles
+                and each.serves(model)
+                and matches(each.labels, dict(wanted))
+                and (among is None or each.address in among)
             ]
             if not fitting:
                 return True, True  # whoever chooses says what is missing
@@ -376,7 +381,7 @@ class WarmUp:
 
 
 def _group(job: Job) -> _Group:
-    return job.model, _items(job.aims.prefill_labels), _items(job.aims.decode_labels)
+    return job.model, _items(job.aims.prefill_labels), _items(job.aims.decode_labels), job.only
 
 
 def _items(labels: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
@@ -389,11 +394,26 @@ def _names(endpoint: Endpoint) -> list[str] | None:
     return None if endpoint.models is None else list(endpoint.models)
 
 
-def rules(policies: Sequence[PolicyRule]) -> list[WorkerLabels]:
-    """The labels that the two workers of a handoff may be asked for, one item for each policy that hands over."""
-    found = [each.workers for each in policies if each.mode is not Mode.AGGREGATE or "mode" in each.allow_overrides]
-    # What matches no policy is handed over where that costs less, between any two.
-    return found if any(each.match == Match() for each in policies) else [*found, WorkerLabels()]
+def rules(policies: Sequence[PolicyRule], pools: Sequence[str] = ()) -> list[WorkerLabels]:
+    """The labels that the two workers of a handoff may be asked for, one item for each policy that hands over.
+
+    ``pools``: all there are; then one for each policy and pool that it may send to.
+    """
+    handing_over = [each for each in policies if each.mode is not Mode.AGGREGATE or "mode" in each.allow_overrides]
+    found = [(each.workers, tuple(pools_of(each)) or pools) for each in handing_over]
+    if not any(each.match == Match() for each in policies):
+        # What matches no policy is handed over where that costs less, between any two.
+        found.append((WorkerLabels(), pools))
+    if not pools:
+        return [labels for labels, _ in found]
+    inside: list[WorkerLabels] = []
+    for labels, among in found:
+        for pool in among:
+            within = {POOL_LABEL: pool}
+            both = WorkerLabels(prefill={**labels.prefill, **within}, decode={**labels.decode, **within})
+            if both not in inside:
+                inside.append(both)
+    return inside
 
 
 def _worker(endpoint: Endpoint, wanted: Sequence[WorkerLabels]) -> Worker:

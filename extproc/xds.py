@@ -20,6 +20,8 @@ from envoy_data_plane.envoy.config.endpoint.v3 import (
     LocalityLbEndpoints,
 )
 
+from extproc.routing.partition import DEFAULT_POOL
+
 ENDPOINTS_TYPE: Final = "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment"
 
 _ENDPOINTS_TAG = b"\x12"
@@ -47,6 +49,11 @@ def assignment(cluster: str, endpoints: Sequence[str]) -> Assignment:
         locality = b"".join(map(_encoded_endpoint, endpoints))
         encoded += _ENDPOINTS_TAG + encode_varint(len(locality)) + locality
     return Assignment(cluster, hashlib.sha256(encoded).hexdigest()[:16], encoded)
+
+
+def cluster_of(role: str, pool: str) -> str:
+    """Name of the cluster with the workers of one role of a pool."""
+    return role if pool == DEFAULT_POOL else f"{role}-{pool}"
 
 
 def endpoints_file(directory: Path, cluster: str) -> Path:

@@ -28,6 +28,7 @@ class RequestLine(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     prefill: str | None = None
     decode: str | None = None
     policy: str | None = None
+    pool: str | None = None
     queued_ms: float | None = None
     prefill_ms: float | None = None
     blocks: int | None = None

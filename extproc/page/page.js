@@ -502,6 +502,7 @@ function showWorker(doc) {
   box.facts.replaceChildren(
     ...fact("State", worker.why === null ? worker.state : `${worker.state}: ${worker.why}`, { class: worker.state === "live" ? null : "bad", wide: worker.why !== null }),
     ...fact("Role", worker.roles.join(", ")),
+    ...(worker.pool == null ? [] : fact("Pool", worker.pool)),
     ...fact("In flight through this filter", `${count(worker.prefill_requests)} prefill, ${count(worker.decode_requests)} decode`),
     ...fact("Tokens", `${count(worker.prefill_tokens)} to prefill, ${count(worker.decode_tokens)} in its KV cache`),
     ...fact("Prefill backlog", time(worker.backlog_s)),

@@ -1,7 +1,7 @@
 """Which pool a request goes to, and the aims that keep its two workers in there. Pure; it needs nothing but the configuration.
 
-First its policy, which may name a pool, or several with weights; then the model that serves it; else the default pool. So it can
-be said of any request beforehand, also while a pool has no workers.
+First its policy, which may name a pool, or several with weights; then the model that serves it; else the default pool. So it
+can be said of any request beforehand, also while a pool has no workers.
 """
 
 from __future__ import annotations

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
 
-from extproc.routing.endpoint_spec import EndpointSet
+from extproc.routing.endpoint_spec import EndpointSet, EndpointSpec
 from extproc.routing.partition import DEFAULT_POOL, POOL_LABEL, UNDECIDED, Partition, Selector, fits
 
 # In names of clusters, statistics, files and routes; a dot would break Envoy's statistics apart.
@@ -32,8 +32,8 @@ class PoolRule(_Section, frozen=True, kw_only=True):
     labels: dict[str, str] = {}
     """Workers with all of these labels are in this pool. None: those are that serve one of `models`."""
     models: list[str] = []
-    """Requests for these models (after `models.aliases`) go to this pool, unless their policy names one: names, or `prefix*`. Of
-    several pools with a model the first counts."""
+    """Requests for these models (after `models.aliases`) go to this pool, unless their policy names one: names, or `prefix*`.
+    Of several pools with a model the first counts."""
     max_connections: int | None = None
     """As `envoy.max_connections`, which it is where this is null, for the workers of one role of this pool."""
     max_pending: int | None = None
@@ -123,8 +123,7 @@ def check_pools(rules: Sequence[PoolRule], listed: EndpointSet | None) -> None:
 def _check_workers(rules: Sequence[PoolRule], listed: EndpointSet) -> None:
     cut = Partition([rule.selector for rule in rules])
     prefill, decode = (
-        {cut.pool_of(spec.labels, spec.models) for spec in (*specs, *listed.both)}
-        for specs in (listed.prefill, listed.decode)
+        {cut.pool_of(spec.labels, spec.models) for spec in (*specs, *listed.both)} for specs in (listed.prefill, listed.decode)
     )
     for role, found in (("prefill", prefill), ("decode", decode)):
         if UNDECIDED in found:
@@ -136,8 +135,9 @@ def _check_workers(rules: Sequence[PoolRule], listed: EndpointSet) -> None:
             raise ValueError(f"pools: no {role} worker is left for {DEFAULT_POOL}, the pool of those that none takes")
 
 
-def shares(value: str | Mapping[str, float] | None) -> Mapping[str, float]:
-    """The pools that a policy names, with their weights; empty if it names none."""
-    if value is None:
-        return {}
-    return {value: 1.0} if isinstance(value, str) else value
+def pooled_labels(rules: Sequence[PoolRule], specs: Sequence[EndpointSpec]) -> list[dict[str, str]]:
+    """The labels of workers, with the pool of each where there are pools."""
+    cut = partition(rules)
+    if cut is None:
+        return [spec.labels for spec in specs]
+    return [{**spec.labels, POOL_LABEL: cut.pool_of(spec.labels, spec.models)} for spec in specs]

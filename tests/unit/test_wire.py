@@ -27,6 +27,7 @@ MUTATIONS = st.builds(
     destination=st.none() | TEXT,
     tags=st.dictionaries(NAMES, TEXT, max_size=6),
     watch_answer=st.booleans(),
+    clear_route_cache=st.booleans(),
 )
 Mode = processing_mode_pb2.ProcessingMode
 
@@ -43,6 +44,7 @@ def check_common(common: Any, mutation: wire.Mutation, more: dict[str, str]) -> 
     assert [(o.header.key, o.header.raw_value.decode()) for o in found.set_headers] == list(headers.items())
     assert all(o.append_action == base_pb2.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD for o in found.set_headers)
     assert tuple(found.remove_headers) == mutation.remove_headers
+    assert common.clear_route_cache == mutation.clear_route_cache
 
 
 def check_metadata(reply: Any, mutation: wire.Mutation) -> None:
@@ -173,10 +175,12 @@ async def test_in_full_duplex_a_request_goes_on_as_headers_pieces_and_trailers_a
     while await stream.receive() is not None:
         pass
     body = bytes(size)
-    await stream.pass_body(wire.Mutation(body=body, destination="10.0.0.1:1", set_headers={"a": "b"}), b"old")
+    change = wire.Mutation(body=body, destination="10.0.0.1:1", set_headers={"a": "b"}, clear_route_cache=bool(size % 2))
+    await stream.pass_body(change, b"old")
     head, *pieces = call.sent
     assert head.WhichOneof("response") == "request_headers" and not head.HasField("mode_override")
     assert list(head.request_headers.response.header_mutation.remove_headers) == ["x-bad"]
+    assert head.request_headers.response.clear_route_cache == bool(size % 2)
     assert [o.header.key for o in head.request_headers.response.header_mutation.set_headers] == ["a", DESTINATION_HEADER]
     if trailers:
         assert pieces.pop().WhichOneof("response") == "request_trailers"
