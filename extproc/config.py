@@ -21,6 +21,8 @@ from extproc.models import Models
 from extproc.observe.load import Scraping
 from extproc.policy_config import PolicyRule, check_policies
 from extproc.pools.settings import PoolRule, Routes, check_pools, pooled_labels
+from extproc.replicas.settings import ReplicaSettings
+from extproc.replicas.settings import faults as replica_faults
 from extproc.routing.endpoint_spec import EndpointSet, EndpointSpec
 from extproc.routing.settings import Routing
 from extproc.tls.settings import ClientTls
@@ -333,6 +335,9 @@ class Envoy(_Section, frozen=True, kw_only=True):
     """How bodies of requests come to the filter. `buffered`: whole, by Envoy. `full_duplex`: in pieces, as every Gateway API
     implementation sends them; requests are then sent on in chunks, without a content-length. `full_duplex_both`: those of
     answers, too, as such an implementation does it: for trying it out only, since every token then passes the filter."""
+    filters: list[str] = []
+    """Where Envoy reaches the filters, where there are several: `host:port` of each, or one name whose A records are all of
+    them (a headless Service). A request goes to the one with the fewest open; one that is gone is left out. Empty: `listen`."""
     pin: Literal["exact", "original_dst"] = "exact"
     """How Envoy reaches the worker that the filter named. `exact`: only if it is one of the known ones. `original_dst`: any
     address that the filter names, with no list of workers in Envoy (and no use for `eds`)."""
@@ -471,6 +476,7 @@ class Config(_Section, frozen=True, kw_only=True):
     """Names by which the admin port may be called (the `Host` header), beside addresses, `localhost`, names without a dot and
     those of a cluster (`….svc`, `….cluster.local`, `….internal`). Others are refused: a page of somebody else could get at it
     with a name that it makes point here."""
+    replicas: ReplicaSettings = ReplicaSettings()
     prefill: Prefill = Prefill()
     handoff: Handoff = Handoff()
     routing: Routing = Routing()
@@ -517,6 +523,7 @@ class Config(_Section, frozen=True, kw_only=True):
         ):
             _address(field, text)
         _check_processes(self)
+        _check_replicas(self)
         _check_tls(self)
         _check_epp(self)
         _check_workers(self.workers, needed=not self.routes.only)
@@ -580,6 +587,23 @@ class Config(_Section, frozen=True, kw_only=True):
         return [Address(host=address.host, port=address.port + index) for index in range(self.processes)]
 
     @property
+    def filters(self) -> list[Address]:
+        """Where Envoy reaches the filter: all replicas of it, all processes."""
+        return [Address.parse(text) for text in self.envoy.filters] or self.listens
+
+    @property
+    def watchers(self) -> list[Address]:
+        """Where Envoy reaches the processes that watch streams, one a replica."""
+        watch = Address.parse(self.watch_listen)
+        if not self.envoy.filters:
+            return [watch]
+        if self.filters[0].path:
+            name = Path(watch.path).name if watch.path else _WATCH_SOCKET
+            return list(dict.fromkeys(Address(path=str(Path(each.path).with_name(name))) for each in self.filters))
+        port = watch.port or _WATCH_PORT
+        return list(dict.fromkeys(Address(host=each.host, port=port) for each in self.filters))
+
+    @property
     def unseen_answers(self) -> bool:
         """Whether Envoy is told not to show good answers where the filter marks it so: then its log must tell of them."""
         return self.access_log and self.envoy.body_mode != "full_duplex_both"
@@ -611,6 +635,30 @@ class Config(_Section, frozen=True, kw_only=True):
         if address.path:
             return str(Address(path=str(Path(address.path).with_name(_WATCH_SOCKET))))
         return str(Address(host=address.host, port=_WATCH_PORT))
+
+
+def _check_replicas(config: Config) -> None:
+    """Raises ConfigError."""
+    settings = config.replicas
+    fault = replica_faults(settings)
+    if fault is not None:
+        raise ConfigError(f"replicas.{fault}")
+    if settings.listen is not None:
+        for field, text in (("listen", settings.listen), *((f"peers[{i}]", text) for i, text in enumerate(settings.peers))):
+            if _address(f"replicas.{field}", text).path:
+                raise ConfigError(f"replicas.{field}: {text!r} is not host:port: replicas are on different hosts")
+        if config.processes > 1:
+            raise ConfigError(
+                f"replicas.listen: with processes: {config.processes} not possible: a replica is one process. "
+                "Run more replicas instead"
+            )
+        if settings.listen in (config.listen, config.admin):
+            raise ConfigError(f"replicas.listen: {settings.listen}, where something else listens")
+    filters = [_address(f"envoy.filters[{i}]", text) for i, text in enumerate(config.envoy.filters)]
+    if any(each.path for each in filters) and not all(each.path for each in filters):
+        raise ConfigError("envoy.filters: sockets and host:port do not go together")
+    if len(set(map(str, filters))) < len(filters):
+        raise ConfigError("envoy.filters: an address stands there twice")
 
 
 def _check_processes(config: Config) -> None:

@@ -108,6 +108,8 @@ _WORKER_IDLE_TIMEOUT = timedelta(seconds=4)
 # Longer, and an Envoy that starts before the filter would not even listen; it then says 503 by itself.
 _FIRST_ENDPOINTS_TIMEOUT = timedelta(seconds=2)
 _HEALTH_INTERVAL = timedelta(seconds=1)
+# A replica that has just come is there to help.
+_DNS_REFRESH = timedelta(seconds=1)
 _EXTPROC_SLACK_S = 30.0
 # On requests, on answers, and on the filter's own replies. Envoy refuses a regular expression of more than 100 RE2
 # instructions, about one a character, so these are prefixes: of DESTINATION_HEADER, KV_TRANSFER_HEADER, PREFILLER_HEADER and
@@ -635,23 +637,25 @@ def _exact_pin() -> cluster.LoadBalancingPolicy:
     )
 
 
-def _grpc_cluster(name: str, *listens: Address) -> cluster.Cluster:
-    """Of gRPC servers of the filter, one or several that are as good as each other."""
+def _grpc_cluster(name: str, *listens: Address, replicas: bool = False) -> cluster.Cluster:
+    """Of gRPC servers of the filter, one or several that are as good as each other. ``replicas``: a name stands for several."""
     addresses = [_dial(listen) for listen in listens]
-    named = bool(addresses[0].host) and _ip(addresses[0]) is None
+    named = any(bool(each.host) and _ip(each) is None for each in addresses)
+    several = len(addresses) > 1 or (named and replicas)
     protocol = upstreams.HttpProtocolOptions(
         explicit_http_config=upstreams.HttpProtocolOptionsExplicitHttpConfig(http2_protocol_options=core.Http2ProtocolOptions())
     )
     targets = [endpoint.LbEndpoint(endpoint=endpoint.Endpoint(address=_address(address))) for address in addresses]
     return cluster.Cluster(
         name=name,
-        load_balancing_policy=_least_request() if len(targets) > 1 else None,
-        outlier_detection=_dead_ones(len(targets)) if len(targets) > 1 else None,
+        load_balancing_policy=_least_request() if several else None,
+        outlier_detection=_dead_ones(max(len(targets), 2)) if several else None,
         type=cluster.ClusterDiscoveryType.STRICT_DNS if named else cluster.ClusterDiscoveryType.STATIC,
         connect_timeout=_CONNECT_TIMEOUT,
         load_assignment=endpoint.ClusterLoadAssignment(
             cluster_name=name, endpoints=[endpoint.LocalityLbEndpoints(lb_endpoints=targets)]
         ),
+        dns_refresh_rate=_DNS_REFRESH if named and several else None,
         circuit_breakers=_no_circuit_breaker(),
         typed_extension_protocol_options=_protocol(protocol),
     )
@@ -679,9 +683,8 @@ def _dead_ones(count: int) -> cluster.OutlierDetection:
 
 
 def _watch_cluster(config: Config) -> cluster.Cluster:
-    listen = Address.parse(config.watch_listen)
-    made = _grpc_cluster(WATCH_CLUSTER, listen)
-    made.transport_socket = envoy_tls.to_filter(config, listen)
+    made = _grpc_cluster(WATCH_CLUSTER, *config.watchers, replicas=True)
+    made.transport_socket = envoy_tls.to_filter(config, config.watchers[0])
     return made
 
 
@@ -694,9 +697,9 @@ def _extproc(config: Config) -> cluster.Cluster:
         healthy_threshold=1,
         grpc_health_check=core.HealthCheckGrpcHealthCheck(service_name="envoy.service.ext_proc.v3.ExternalProcessor"),
     )
-    made = _grpc_cluster(EXTPROC_CLUSTER, *config.listens)
+    made = _grpc_cluster(EXTPROC_CLUSTER, *config.filters, replicas=bool(config.envoy.filters))
     made.health_checks = [check]
-    made.transport_socket = envoy_tls.to_filter(config, config.listens[0])
+    made.transport_socket = envoy_tls.to_filter(config, config.filters[0])
     made.common_lb_config = cluster.ClusterCommonLbConfig(healthy_panic_threshold=types.Percent(value=0.0))
     return made
 
