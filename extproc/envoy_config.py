@@ -110,6 +110,8 @@ _FIRST_ENDPOINTS_TIMEOUT = timedelta(seconds=2)
 _HEALTH_INTERVAL = timedelta(seconds=1)
 # A replica that has just come is there to help.
 _DNS_REFRESH = timedelta(seconds=1)
+# A replica whose host is gone says nothing, not even that a connection is closed.
+_PINGS = core.KeepaliveSettings(interval=timedelta(seconds=5), timeout=timedelta(seconds=5))
 _EXTPROC_SLACK_S = 30.0
 # On requests, on answers, and on the filter's own replies. Envoy refuses a regular expression of more than 100 RE2
 # instructions, about one a character, so these are prefixes: of DESTINATION_HEADER, KV_TRANSFER_HEADER, PREFILLER_HEADER and
@@ -643,7 +645,11 @@ def _grpc_cluster(name: str, *listens: Address, replicas: bool = False) -> clust
     named = any(bool(each.host) and _ip(each) is None for each in addresses)
     several = len(addresses) > 1 or (named and replicas)
     protocol = upstreams.HttpProtocolOptions(
-        explicit_http_config=upstreams.HttpProtocolOptionsExplicitHttpConfig(http2_protocol_options=core.Http2ProtocolOptions())
+        explicit_http_config=upstreams.HttpProtocolOptionsExplicitHttpConfig(
+            http2_protocol_options=core.Http2ProtocolOptions(
+                connection_keepalive=_PINGS if several and not addresses[0].path else None
+            )
+        )
     )
     targets = [endpoint.LbEndpoint(endpoint=endpoint.Endpoint(address=_address(address))) for address in addresses]
     return cluster.Cluster(
