@@ -108,8 +108,6 @@ _WORKER_IDLE_TIMEOUT = timedelta(seconds=4)
 # Longer, and an Envoy that starts before the filter would not even listen; it then says 503 by itself.
 _FIRST_ENDPOINTS_TIMEOUT = timedelta(seconds=2)
 _HEALTH_INTERVAL = timedelta(seconds=1)
-# A replica that has just come is there to help.
-_DNS_REFRESH = timedelta(seconds=1)
 # A replica whose host is gone says nothing, not even that a connection is closed.
 _PINGS = core.KeepaliveSettings(interval=timedelta(seconds=5), timeout=timedelta(seconds=5))
 _EXTPROC_SLACK_S = 30.0
@@ -661,7 +659,6 @@ def _grpc_cluster(name: str, *listens: Address, replicas: bool = False) -> clust
         load_assignment=endpoint.ClusterLoadAssignment(
             cluster_name=name, endpoints=[endpoint.LocalityLbEndpoints(lb_endpoints=targets)]
         ),
-        dns_refresh_rate=_DNS_REFRESH if named and several else None,
         circuit_breakers=_no_circuit_breaker(),
         typed_extension_protocol_options=_protocol(protocol),
     )
