@@ -120,11 +120,13 @@ async def _dispatch(
         journey.parts.dispatcher.unseen(journey.ticket)
         unseen = Unseen(journey.parts, handoff, decode.address, journey.record.request_id)
         journey.observed.note.on_line = unseen.told
+    route = journey.route(decode)
     mutation = wire.Mutation(
-        set_headers={**handoff.headers, **journey.onward, KV_TRANSFER_HEADER: handoff.header()},
+        set_headers={**handoff.headers, **journey.onward, KV_TRANSFER_HEADER: handoff.header(), **route},
         body=body,
         destination=decode.address,
         tags=tags,
+        clear_route_cache=bool(route),
     )
     await journey.stream.pass_body(mutation, ask.body)
     delivery = _Delivery(journey, handoff, unseen)
@@ -162,9 +164,15 @@ class _Delivery:
         self._answered = True
         if self._unseen is not None:
             self._unseen.answered = True
-        self._journey.answered(answer)
+        by = self._journey.answered(answer)
+        releaser, metrics = self._journey.parts.releaser, self._journey.parts.metrics
         if answer.status >= 400:
-            self._journey.parts.releaser.release(self._handoff)
+            releaser.release(self._handoff)
+        elif by == "stranger" or (by == "pool" and self._journey.parts.connector.bound):
+            # Nobody who could have fetched them got the request. But whoever did may be trying to: it gets the time that a
+            # transfer takes, since blocks that are freed under one would be another prompt's.
+            metrics.handoffs_lost.inc()
+            releaser.release_later(self._handoff)
 
     def on_end(self) -> None:
         """A client that leaves as our reply goes out: Envoy may have dropped the request before it read it. Nothing tells."""

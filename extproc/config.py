@@ -15,6 +15,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from extproc.discovery.kubernetes.settings import KubernetesWorkers
+from extproc.discovery.kubernetes.settings import check as check_kubernetes
 from extproc.discovery.listing import ListingError, endpoint_set, name_server
 from extproc.handoff.remote_hosts import RemoteHosts
 from extproc.models import Models
@@ -87,7 +89,7 @@ class DnsWorkers(_Section, frozen=True, kw_only=True):
 
 
 class Workers(_Section, frozen=True, kw_only=True):
-    """The workers, by role, from up to three sources at once: the lists here, `file`, and `dns`. An item of a list is the
+    """The workers, by role, from several sources at once: the lists here, `file`, `dns`, `kubernetes`. An item of a list is the
     `ip:port` of the worker's HTTP server (Envoy pins by address, so no names), or an object: `address`, and if wanted
     `labels`, `models`, `max_seqs`, `kv_tokens`, `prefill_tokens_per_s`, `max_batched_tokens`."""
 
@@ -103,6 +105,8 @@ class Workers(_Section, frozen=True, kw_only=True):
     """DNS names, each with `role`, `name` and `port` or `srv`, `refresh_s` and `labels`."""
     dns_servers: list[str] = []
     """Name servers to ask, as `ip` or `ip:port`; none: those of the system."""
+    kubernetes: KubernetesWorkers | None = None
+    """Pods, InferencePools and Services of Kubernetes, which the filter watches."""
     api_key_file: str | None = None
     """File with the key that the workers want (`--api-key`), for what the filter asks of them by itself: their models, first
     handoffs, releases. Clients' requests keep the credentials that they come with. null, or an empty file: they want none.
@@ -119,6 +123,11 @@ class Workers(_Section, frozen=True, kw_only=True):
     def endpoint_set(self) -> EndpointSet:
         """What stands in the configuration itself. Raises ListingError."""
         return endpoint_set(self.prefill, self.decode, self.both)
+
+    @property
+    def all_listed(self) -> bool:
+        """No worker comes from elsewhere."""
+        return self.file is None and not self.dns and self.kubernetes is None
 
     @property
     def prefill_addresses(self) -> list[str]:
@@ -300,7 +309,7 @@ class Epp(_Section, frozen=True, kw_only=True):
 
     enabled: bool = False
     """Be one. Then `listen` is `0.0.0.0:9002` and `admin` `127.0.0.1:9091` unless they are given, `tls` is `self_signed` unless
-    it says otherwise, and nothing is expected of Envoy that only `baton envoy-config` gives (its access log, streams watched)."""
+    it says otherwise, and nothing is expected of Envoy that only `baton envoy-config` gives: its access log, streams watched."""
     health_listen: str | None = "0.0.0.0:9003"
     """gRPC health in plaintext, as kubelets and gateways ask for it, and nothing else. null: only at `listen`."""
     health_services: list[str] = msgspec.field(default_factory=lambda: ["inference-extension"])
@@ -317,6 +326,21 @@ class Epp(_Section, frozen=True, kw_only=True):
     conformance_headers: bool = False
     """For the conformance suite only: `test-epp-endpoint-selection` on a request picks among the pool's decode workers, and the
     answer says in `x-conformance-test-…` which one was chosen and which one served. Any client could steer its requests."""
+
+
+class ApiKeys(_Section, frozen=True, kw_only=True):
+    """Envoy checks clients' API keys, and names the client to the filter. See [security](security.md#api-keys)."""
+
+    file: str
+    """The keys: a discovery response with the configuration of Envoy's filter `api_key_auth`, as in `envoy/api-keys.yaml`.
+    Envoy reads it again when another is renamed into its place. Readable by Envoy only."""
+    client_header: str = "x-tenant"
+    """The header in which the file's `forwarding.header` names the client, for `tenant_header` of policies. A client's own is
+    removed."""
+    requests_per_s: float | None = None
+    """How often each client may ask, on this Envoy; one more is answered 429. null: as often as it likes."""
+    burst: int | None = None
+    """Requests of a client at once, after a pause. null: those of one second."""
 
 
 class Envoy(_Section, frozen=True, kw_only=True):
@@ -366,6 +390,7 @@ class Envoy(_Section, frozen=True, kw_only=True):
     for both of these. It touches every chunk of such a stream, and holds none."""
     debug_headers: bool = False
     """Add `x-kv-transfer` and `x-decode-endpoint` to responses. They name worker addresses: not for the internet."""
+    api_keys: ApiKeys | None = None
     extproc_tls: ClientTls | None = None
     """How Envoy checks the filter, and shows itself to it, where the filter's port has TLS (`tls`). null: it encrypts and takes
     any certificate, which goes with a self-signed one only."""
@@ -462,8 +487,8 @@ class Config(_Section, frozen=True, kw_only=True):
     listen: str = _LISTEN
     """The gRPC server that Envoy's ext_proc filter calls. With `epp.enabled` its default is `0.0.0.0:9002`."""
     transport: Literal["grpc", "lean"] = "lean"
-    """What carries it. `lean`: a small HTTP/2 server of our own, for a tenth of the CPU. `grpc`: grpc.aio. Without `tls` both are
-    plaintext: for a socket that Envoy shares, or a network of your own."""
+    """What carries it. `lean`: a small HTTP/2 server of our own, for a tenth of the CPU. `grpc`: grpc.aio. Without `tls`, both
+    are plaintext: for a socket that Envoy shares, or a network of your own."""
     tls: Tls = Tls()
     processes: int = 1
     """Processes that share the work, one core each; `baton serve --processes` says it too. With more than 1 they listen at
@@ -611,7 +636,7 @@ class Config(_Section, frozen=True, kw_only=True):
     @property
     def access_log(self) -> bool:
         """Whether Envoy reports requests to the filter when they are over."""
-        return self.envoy.access_log and not self.epp.enabled
+        return self.envoy.access_log and not self.epp.enabled and not self.routes.only
 
     @property
     def tls_mode(self) -> Literal["none", "self_signed", "files"]:
@@ -621,7 +646,7 @@ class Config(_Section, frozen=True, kw_only=True):
     @property
     def watches(self) -> bool:
         """Whether any stream may be watched."""
-        if self.epp.enabled:
+        if self.epp.enabled or self.routes.only:
             return False
         allowed = any("observe" in rule.allow_overrides for rule in self.policies)
         return bool(self.observe.sample) or allowed or any(rule.observe.sample for rule in self.policies)
@@ -779,10 +804,10 @@ def _check_workers(workers: Workers, *, needed: bool) -> None:
         listed = workers.endpoint_set()
     except ListingError as error:
         raise ConfigError(f"workers.{error}") from error
-    if needed and workers.file is None and not workers.dns:
+    if needed and workers.all_listed:
         for role in ("prefill", "decode"):
             if not (getattr(listed, role) or listed.both):
-                raise ConfigError(f"workers.{role}: at least one worker is needed, here or from `file` or `dns`")
+                raise ConfigError(f"workers.{role}: at least one worker is needed, here or from `file`, `dns` or `kubernetes`")
     if workers.file == "":
         raise ConfigError("workers.file: an empty path")
     for index, entry in enumerate(workers.dns):
@@ -797,6 +822,11 @@ def _check_workers(workers: Workers, *, needed: bool) -> None:
             raise ConfigError(f"{where}: an empty name")
         if not 1 <= entry.refresh_s < 1e6:
             raise ConfigError(f"{where}.refresh_s: {entry.refresh_s:g} is below 1 s, or endless")
+    if workers.kubernetes is not None:
+        try:
+            check_kubernetes(workers.kubernetes)
+        except ValueError as error:
+            raise ConfigError(f"workers.kubernetes.{error}") from None
     for index, text in enumerate(workers.dns_servers):
         try:
             name_server(text)
@@ -820,11 +850,21 @@ def _check_security(config: Config) -> None:
         raise ConfigError(f"handoff.remote_hosts: {error}") from None
     if config.workers.replace_credentials and config.envoy.filter_down == "round_robin":
         raise ConfigError(
-            "workers.replace_credentials: does not go with envoy.filter_down: round_robin, where clients' own credentials would "
-            "reach the workers"
+            "workers.replace_credentials: does not go with envoy.filter_down: round_robin, where clients' own credentials "
+            "would reach the workers"
         )
     if config.workers.replace_credentials and config.workers.api_key_file is None:
         raise ConfigError("workers.replace_credentials: needs workers.api_key_file, where the key is")
+    keys = config.envoy.api_keys
+    if keys is not None:
+        if not keys.file:
+            raise ConfigError("envoy.api_keys.file: an empty path")
+        if re.fullmatch(r"[a-z0-9-]{1,64}", keys.client_header) is None:
+            raise ConfigError(f"envoy.api_keys.client_header: {keys.client_header!r} is no header, in lower case")
+        if keys.requests_per_s is not None and not 1e-3 <= keys.requests_per_s < 1e6:
+            raise ConfigError(f"envoy.api_keys.requests_per_s: {keys.requests_per_s:g} is not 0.001 or more")
+        if keys.burst is not None and not 1 <= keys.burst < 1e6:
+            raise ConfigError(f"envoy.api_keys.burst: {keys.burst} is not 1 or more")
     for index, text in enumerate(config.admin_hosts):
         if not text or ":" in text or "/" in text or text != text.strip():
             raise ConfigError(f"admin_hosts[{index}]: {text!r} is not a name without port")
@@ -832,7 +872,7 @@ def _check_security(config: Config) -> None:
 
 def _all_known(config: Config) -> bool:
     """Whether all workers there will be stand in the configuration."""
-    return config.workers.file is None and not config.workers.dns and not config.routes.only
+    return config.workers.all_listed and not config.routes.only
 
 
 def _check_routes(config: Config) -> None:

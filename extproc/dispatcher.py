@@ -155,6 +155,16 @@ class Dispatcher:
         except NoEndpointError as error:
             raise self.as_api_error(error) from None
 
+    def alternatives(self, ticket: Ticket, most: int) -> list[str]:
+        """Other decode workers, ``ip:port``, for a prompt that is not handed over."""
+        return self.router.alternatives(ticket, most, self._clock())
+
+    def served_by(self, ticket: Ticket, address: str) -> Endpoint | None:
+        """Another worker than the chosen one has the request; None if it is no decode worker of the pool."""
+        served = self.router.served_by(ticket, address, self._clock())
+        self.stir()
+        return served
+
     def answered(self, ticket: Ticket, *, ok: bool, pair_fault: bool = False) -> None:
         """The decode worker's answer began, or failed."""
         self.router.answered(ticket, self._clock(), ok=ok, pair_fault=pair_fault)
@@ -255,6 +265,8 @@ def as_api_error(error: Exception, known_models: Iterable[str]) -> ApiError:
         code = _CODES[error.reason]
         return ApiError(code, str(error), retry_after_s=error.retry_after_s if code != "prefill_timeout" else None)
     if isinstance(error, NoEndpointError):
+        if error.subset:
+            return ApiError("no_subset_worker", str(error))
         if error.model is not None:
             return ApiError("model_not_found", unknown_model_message(error.model, known_models), param="model")
         return ApiError(f"no_{error.role.value}_worker", str(error))

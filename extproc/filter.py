@@ -30,11 +30,13 @@ import msgspec
 
 from extproc import apart, wire
 from extproc.attempts import Ask
+from extproc.epp import conformance
 from extproc.errors import ApiError, RelayedError
 from extproc.forms import refuse_transfer_fields
-from extproc.headers import CREDENTIAL_HEADERS, DECISION_HEADER, ROUTING_HEADERS
+from extproc.headers import CREDENTIAL_HEADERS, DECISION_HEADER, MODEL_HEADER, POOL_HEADER, ROUTING_HEADERS
 from extproc.inference import InferenceRequest, parse
-from extproc.journey import Journey, OverError, Parts, Phase, ProtocolError
+from extproc.intake import Other
+from extproc.journey import AT_ONCE, Journey, OverError, Parts, Phase, ProtocolError
 from extproc.observe.own_time import ANSWER, PARSE, PHASES, REPLY
 from extproc.observe.reasons import reason_of
 from extproc.observe.request_log import RequestLine, RequestLog
@@ -42,6 +44,7 @@ from extproc.observe.request_span import finish
 from extproc.observe.shown import shown
 from extproc.paths import Treatment, treatment
 from extproc.policy import override_headers
+from extproc.routing.pool import Role
 
 _FORWARDED = ("authorization", "x-api-key", "traceparent", "tracestate", "x-vllm-priority", "x-session-id")
 """Client headers that the prefill leg carries as well: who asks, how urgent it is, and the trace it belongs to."""
@@ -55,19 +58,27 @@ _DEADLINE_HEADERS = ("x-request-timeout-ms", "x-envoy-upstream-rq-timeout-ms", "
 """How long the client will wait; the first that is there counts. Envoy strips its own ones from what comes from outside."""
 
 
-_WENT_WELL = frozenset(("handoff", "whole", "models"))
+_WENT_WELL = frozenset(("handoff", "whole", "models", "routed"))
+_OF_ROUTES = frozenset((MODEL_HEADER, POOL_HEADER))
+"""Headers that a filter before this one may have set to have a route chosen by them: no sign of a client that tries it."""
+_SENT_ON = frozenset(("handoff", "whole", "routed"))
 
 _ID_CHARS: Final = 128
 _METHOD_CHARS: Final = 16
 _PATH_CHARS: Final = 128
 """What a log line shows of what a client chose."""
 
-_HASHED_AT_ONCE_BYTES = 512 << 10
+READ_AT_ONCE_BYTES = 512 << 10
 """The chain of a larger prompt is made in a thread."""
 
 
 class Filter:
     """Serves ext_proc streams. One instance a process; it keeps no state of any single request."""
+
+    is_last = True
+    """Nobody between this filter and the engines reads what a client wishes for by ``x-baton-…``."""
+    watches_answers = True
+    """Whether the start of the answer to a prompt is of use."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
@@ -135,6 +146,7 @@ class Filter:
         parts, stream, record = self._parts, journey.stream, journey.record
         head = await journey.expect(Phase.HEADERS, wire.RequestHeaders)
         headers = head.headers
+        journey.only = self._allowed(head)
         record.request_id = shown(headers.get("x-request-id", ""), _ID_CHARS) or uuid.uuid4().hex
         record.method = headers.get(":method", "")
         record.path = headers.get(":path", "").partition("?")[0]
@@ -148,9 +160,10 @@ class Filter:
         if how is Treatment.REFUSED:
             raise ApiError("not_found", f"{record.method} {record.path} is not served here")
         forbidden = tuple(name for name in ROUTING_HEADERS if name in headers)
-        if forbidden:
+        if forbidden and not _OF_ROUTES.issuperset(forbidden):
             parts.metrics.removed_headers.inc()
-        forbidden += tuple(override_headers(headers))
+        if self.is_last:
+            forbidden += tuple(override_headers(headers))
         if (own := parts.credentials) is not None:
             forbidden += tuple(name for name in CREDENTIAL_HEADERS if name in headers and name not in own)
             journey.onward.update(own)
@@ -165,7 +178,8 @@ class Filter:
                 raise ApiError("empty_body", "the request needs a JSON body")
             await self._serve_bodiless(journey, headers, forbidden)
         else:
-            change = wire.Mutation(remove_headers=forbidden, watch_answer=how.apart, tags=journey.marks("none"))
+            watch = how.apart and self.watches_answers
+            change = wire.Mutation(remove_headers=forbidden, watch_answer=watch, tags=journey.marks("none"))
             await stream.pass_headers(change)
             journey.enter(PARSE)
             try:
@@ -177,23 +191,27 @@ class Filter:
         await journey.to_the_end()
 
     async def _serve_bodiless(self, journey: Journey, headers: dict[str, str], forbidden: tuple[str, ...]) -> None:
-        """It is all in the headers."""
-            decode = journey.place_other()
-            record.outcome = "whole"
-            tags = journey.marks("none")
-            change = wire.Mutation(set_headers=journey.onward, remove_headers=forbidden, destination=decode.address, tags=tags)
-            await stream.send(wire.headers_reply(change))
-        else:
-            change = wire.Mutation(remove_headers=forbidden, watch_answer=how.apart, tags=journey.marks("none"))
-            await stream.pass_headers(change)
-            journey.enter(PARSE)
-            try:
-                body = await self._read_body(journey, head)
-                await self._serve_body(journey, headers, body)
-            finally:
-                self.held_bytes -= record.body_bytes
-        journey.enter(ANSWER)
-        await journey.to_the_end()
+        """All of it is in its headers."""
+        record = journey.record
+        other = self._read_other(journey, headers, None)
+        decode = journey.place_other(aims=other.aims)
+        record.outcome = "whole"
+        route = journey.route(decode)
+        change = wire.Mutation(
+            set_headers={**journey.onward, **route} if route else journey.onward,
+            remove_headers=forbidden,
+            destination=journey.destination(decode),
+            tags=journey.marks("none"),
+            clear_route_cache=bool(route),
+        )
+        await journey.stream.send(wire.headers_reply(change))
+
+    def _read_other(self, journey: Journey, headers: dict[str, str], request: InferenceRequest | None) -> Other:
+        """What is no prompt. ``request``: its JSON body, if it has one."""
+        record = journey.record
+        return self._parts.intake.read_other(
+            request, headers=headers, path=record.path, request_id=record.request_id, aims=AT_ONCE
+        )
 
     async def _read_body(self, journey: Journey, head: wire.RequestHeaders) -> bytes:
         """The whole body, which counts as held from its first piece on. Raises ApiError, OverError, ProtocolError."""
@@ -222,17 +240,23 @@ class Filter:
         """From the body to the reply that lets Envoy send it on."""
         parts, stream, record = self._parts, journey.stream, journey.record
         assert record.treatment is not None
-        request = _read(body, headers.get("content-type", ""), record.treatment)
+        request = read_body(body, headers.get("content-type", ""), record.treatment)
         for key in request.removed if request else ():
             parts.metrics.removed_keys.labels(key).inc()
         if request is not None and record.treatment.apart:
             await self._serve_prompt(journey, headers, request, body)
         else:
-            decode = journey.place_other(len(body))
+            other = self._read_other(journey, headers, request)
+            decode = journey.place_other(len(body), model=other.model, aims=other.aims)
             record.outcome = "whole"
-            clean = request.clean_body() if request else None
-            tags = journey.marks("none")
-            change = wire.Mutation(set_headers=journey.onward, body=clean, destination=decode.address, tags=tags)
+            route = journey.route(decode)
+            change = wire.Mutation(
+                set_headers={**journey.onward, **route} if route else journey.onward,
+                body=other.request.clean_body() if other.request else None,
+                destination=journey.destination(decode),
+                tags=journey.marks("none"),
+                clear_route_cache=bool(route),
+            )
             await stream.pass_body(change, body)
 
     async def _serve_prompt(self, journey: Journey, headers: dict[str, str], request: InferenceRequest, body: bytes) -> None:
@@ -250,10 +274,11 @@ class Filter:
             arrived_s=arrived_s,
             deadline_s=deadline_s,
         )
-        asked = read() if record.body_bytes <= _HASHED_AT_ONCE_BYTES else await asyncio.to_thread(read)
+        asked = read() if record.body_bytes <= READ_AT_ONCE_BYTES else await asyncio.to_thread(read)
         for name in asked.resolved.ignored_overrides:
             parts.metrics.ignored_overrides.labels(name).inc()
         request, job, record.whole_reason = asked.request, asked.job, asked.whole_reason
+        job.only = journey.only
         journey.job = job
         if request.streamed():
             journey.observed.states_usage = request.states_usage()
@@ -303,13 +328,24 @@ class Filter:
         journey.whole_to(decode.address)
         parts.recent.whole()
         record.outcome = "whole"
+        route = journey.route(decode)
         change = wire.Mutation(
-            set_headers=journey.onward,
+            set_headers={**journey.onward, **route} if route else journey.onward,
             body=request.clean_body(),
-            destination=decode.address,
+            destination=journey.destination(decode),
             tags=journey.marks("aggregate"),
+            clear_route_cache=bool(route),
         )
         await journey.stream.pass_body(change, body)
+
+    def _allowed(self, head: wire.RequestHeaders) -> frozenset[str] | None:
+        """Decode workers among which one may be chosen; None: among all."""
+        wanted = head.headers.get(conformance.SELECTION_HEADER)
+        if wanted is None or not self._parts.config.epp.conformance_headers:
+            return head.subset
+        known = (each.address for each in self._parts.pool.live(Role.DECODE))
+        found = conformance.selection(wanted, known)
+        return found if head.subset is None else found & head.subset
 
     def _timeout_s(self, headers: dict[str, str]) -> float:
         configured_s = self._parts.config.prefill.timeout_s
@@ -340,6 +376,8 @@ class Filter:
         if journey.computed and journey.job is not None and not journey.estimated:
             tokens = journey.job.tokens if record.tokens is None else record.tokens
             metrics.accounts.note_prompt(labels.model, labels.tenant, tokens, record.reported_cached_tokens)
+        if record.pool is not None and record.outcome in _SENT_ON:
+            metrics.pool_requests.inc(record.pool)
         if journey.trace is not None:
             finish(journey.trace, journey)
         self._log_line(journey, how, seconds)
@@ -365,6 +403,7 @@ class Filter:
                 prefill=record.prefill,
                 decode=record.decode,
                 policy=record.policy,
+                pool=record.pool,
                 queued_ms=record.queued_ms,
                 prefill_ms=record.prefill_ms,
                 blocks=record.blocks,
@@ -390,7 +429,7 @@ def _model_list(models: dict[str, bytes]) -> bytes:
     return msgspec.json.encode({"object": "list", "data": [msgspec.Raw(card) for card in models.values()]})
 
 
-def _read(body: bytes, content_type: str, how: Treatment) -> InferenceRequest | None:
+def read_body(body: bytes, content_type: str, how: Treatment) -> InferenceRequest | None:
     """The body as a request; None for what is not JSON and goes on as it is. Raises ApiError."""
     kind = content_type.partition(";")[0].lower()
     if how.apart:

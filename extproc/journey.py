@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from extproc import wire
+from extproc import served, wire
 from extproc.attempts import Prefiller
 from extproc.config import Config
 from extproc.dispatcher import Dispatcher
@@ -28,7 +28,9 @@ from extproc.observe.metrics import Metrics
 from extproc.observe.observer import Observer
 from extproc.observe.own_time import DECIDE, QUEUE, OwnTime
 from extproc.observe.promises import Promise
+from extproc.observe.recompute import Sent
 from extproc.observe.request_log import RequestLog
+from extproc.observe.served_by import By
 from extproc.observe.tags import NONE, OTHER, Mode, Tags
 from extproc.paths import Treatment
 from extproc.pools.choice import pool_of
@@ -146,7 +148,6 @@ class Parts(msgspec.Struct, frozen=True):
         self.metrics.served_elsewhere.inc()
         self.log.error("served_elsewhere", request_id=request_id, chosen=chosen, served=served)
 
-
     def unknown_to_envoy(self, request_id: str, chosen: str, pool: str | None) -> None:
         """Envoy answered in the worker's place, because it is not in the cluster that the route led to."""
         self.metrics.unknown_to_envoy.inc()
@@ -166,8 +167,14 @@ class Journey:
         self.job: Job | None = None
         """What the router is asked for, once the request is read."""
         self.ticket: Ticket | None = None
-        self.on_answer: Callable[[wire.ResponseHeaders], None] | None = None
+        self.only: frozenset[str] | None = None
+        """``ip:port`` of the decode workers among which the gateway lets one be chosen; None: among all."""
+        self.alternatives: list[str] = []
+        """Decode workers that Envoy may take instead."""
+        self.on_answer: Callable[[wire.ResponseHeaders], object] | None = None
         """Told the start of the answer, where Envoy was asked to show it."""
+        self._sent: Sent | None = None
+        """What its decode worker is expected to compute, or to receive."""
         self.own = OwnTime()
         self.trace: RequestTrace | None = None
         """Where the request is traced."""
@@ -302,8 +309,26 @@ class Journey:
 
     def sent_to(self, decode: str, tokens: int, *, handoff: bool) -> None:
         """Its decode worker computes so many tokens, or receives them, until the request ends."""
-        sent = self.parts.engines.recompute.sent(decode, tokens, handoff=handoff)
+        sent = self._sent = self.parts.engines.recompute.sent(decode, tokens, handoff=handoff)
         self.held.callback(sent.end, self.parts.clock)
+
+    def moved_to(self, decode: str | None) -> None:
+        """Another decode worker has it than it was sent to; None: none of the pool."""
+        sent, self.record.decode = self._sent, decode
+        if sent is None:
+            return
+        tokens, sent.tokens = int(sent.tokens), 0.0
+        sent.end(self.parts.clock)
+        if decode is not None:
+            self.sent_to(decode, tokens, handoff=sent.handoff)
+
+    def destination(self, decode: Endpoint) -> str:
+        """Where Envoy is told to send what is not handed over: others may follow, since nothing is lost if it is sent twice."""
+        epp = self.parts.config.epp
+        if not epp.fallback_endpoints or not epp.enabled or self.ticket is None:
+            return decode.address
+        self.alternatives = self.parts.dispatcher.alternatives(self.ticket, epp.fallback_endpoints)
+        return ",".join((decode.address, *self.alternatives))
 
     def _model_label(self) -> str:
         model = None if self.job is None else self.job.model
@@ -313,22 +338,27 @@ class Journey:
         known = self.parts.pool.models() if decode is None else decode.models or ()
         return model if model in known else OTHER
 
-    def answered(self, answer: wire.ResponseHeaders) -> None:
+    def other_answered(self, answer: wire.ResponseHeaders) -> None:
+        """The start of the answer to what is no prompt, whose errors say nothing of a worker."""
+        self.answer_status = answer.status
+        served.note(self, answer.served)
+
+    def answered(self, answer: wire.ResponseHeaders) -> By:
         """The start of the answer says how the decode worker is, and whether it is the one that was chosen."""
         ticket = self.ticket
         if ticket is None or ticket.decode is None:
-            return
+            return "unknown"
         chosen = ticket.decode.address
         self.answer_status = answer.status
         if self.trace is not None:
             self.trace.answered(answer.status)
         self.parts.recent.answered(answer.status)
-        if answer.served is not None and answer.served != chosen:
-            self.parts.served_elsewhere(self.record.request_id, chosen, answer.served)
+        by = served.note(self, answer.served)
         if answer.status == 503 and answer.served is None and self.parts.config.envoy.pin == "exact":
             self.parts.unknown_to_envoy(self.record.request_id, chosen, self.record.pool)
         # An error of the client's is none of the worker's. A 500 may be a handoff that it could not read.
         self.parts.dispatcher.answered(ticket, ok=answer.status < 500, pair_fault=answer.status == 500)
+        return by
 
     def route(self, decode: Endpoint) -> Mapping[str, str]:
         """The headers by which Envoy chooses the route to this worker; none where it has but one."""
@@ -345,6 +375,7 @@ class Journey:
             arrived_s=now_s,
             deadline_s=now_s,
             handoff=False,
+            only=self.only,
         )
         ticket = self.ticket = self.parts.dispatcher.submit(job)
         self.held.callback(self.parts.dispatcher.finish, ticket)
@@ -352,6 +383,7 @@ class Journey:
         self.record.decode = ticket.decode.address
         self.record.pool = pool_of(ticket.decode.labels)
         self.whole_to(ticket.decode.address)
+        self.on_answer = self.other_answered
         return ticket.decode
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from aiohttp import web
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from extproc import __version__, admin, memory, wire
@@ -16,6 +17,8 @@ from extproc.config import Address, Config, ConfigError
 from extproc.debug import Debug
 from extproc.discovery.source import SourceError
 from extproc.dispatcher import Dispatcher, live_decode_worker
+from extproc.epp import metrics_port
+from extproc.epp.health import HealthPort
 from extproc.explain import Explainer
 from extproc.filter import Filter
 from extproc.fleet import Fleet
@@ -32,6 +35,7 @@ from extproc.observe.metrics import Metrics
 from extproc.observe.observer import Observer
 from extproc.observe.pulse import Pulse
 from extproc.observe.request_log import RequestLog
+from extproc.observe.seldom import Seldom
 from extproc.pools.route_only import RouteFilter
 from extproc.pools.routes import RouteHeaders
 from extproc.pools.settings import partition
@@ -57,8 +61,9 @@ from extproc.warm_call import Meeting
 from extproc.warm_up import WarmUp
 from extproc.worker_key import WorkerKey
 
-if TYPE_CHECKING:  # it imports the library, which is not even looked for where tracing is off
+if TYPE_CHECKING:  # they import libraries, which are not even looked for where tracing and TLS are off
     from extproc.observe.tracing import Tracing
+    from extproc.transport.tls.ring import KeyRing
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -74,6 +79,9 @@ _GRPC_SLACK_BYTES = 1 << 20
 
 _LONGEST_REQUEST_S = 24 * 3600.0
 """Nothing counts as in flight for longer."""
+
+_TELL_AGAIN_S = 60.0
+"""From one word about handshakes that fail in one way to the next."""
 
 _SPARE_STREAMS = 1_000
 """Room above limits.max_streams, in which the filter itself says 429 instead of gRPC cutting the stream."""
@@ -99,8 +107,14 @@ class Server:
         self._pool = Pool(EndpointSet(), partition(config.pools))
         self._cache_servers = CacheServers(config.cache_servers, self._metrics, log)
         self._health = health.aio.HealthServicer()
+        epp = config.epp
+        self._health_port = HealthPort(epp, config.transport) if epp.enabled and epp.health_listen is not None else None
+        self._ring: KeyRing | None = None
         self._observer = Observer(config, self._metrics, log)
+        self._accepting = False
+        """The gRPC server takes requests."""
         self._draining = False
+        self._shake_told = Seldom(_TELL_AGAIN_S)
         self._stop = asyncio.Event()
         self._cut = asyncio.Event()
         self._pending: set[asyncio.Task[None]] = set()
@@ -109,6 +123,7 @@ class Server:
         """Serve until SIGTERM or SIGINT, then drain. Raises OSError if an address cannot be used."""
         config = self._config
         self._listen_for_the_end()
+        self._ring = self._make_ring()
         pulse = Pulse(on_lag=self._metrics.loop_lag_seconds.observe)
         engines = Engines(self._metrics)
         connector = choose_connector(config.handoff)
@@ -203,6 +218,8 @@ class Server:
                 siblings.on_lead = fleet.lead if self._member is not None else lambda: None
                 siblings.load = lambda: (filter_.open_streams, self._observer.access_log.awaited)
                 background.append(asyncio.create_task(siblings.run()))
+            if self._health_port is not None:
+                await self._health_port.start()
             await fleet.first_look()
             if siblings is not None:
                 siblings.settled()
@@ -220,6 +237,7 @@ class Server:
                 hosts=config.admin_hosts,
                 **self._shown_with_siblings(),
             )
+            metrics_runner = await self._start_metrics_port()
             memory.collect_rarely()
             self._log.info(
                 "serving", version=__version__, listen=config.listen, admin=config.admin, prefill_via=config.prefill.via
@@ -234,7 +252,11 @@ class Server:
                     task.cancel()
                 await asyncio.gather(*background, return_exceptions=True)
                 await runner.cleanup()
+                if metrics_runner is not None:
+                    await metrics_runner.cleanup()
                 await server.stop(None)
+                if self._health_port is not None:
+                    await self._health_port.stop()
                 if tracing is not None:
                     await tracing.close(self._log)
         self._log.info("stopped")
@@ -298,8 +320,43 @@ class Server:
         def count(name: str, outcome: str) -> None:
             self._metrics.secret_reloads.labels(name, outcome).inc()
 
-        self._secrets = FileFollower([*key.followed, *link.followed, *self._replica_files], self._log, count)
+        followed = [
+            *key.followed,
+            *link.followed,
+            *self._replica_files,
+            *([] if self._ring is None else [self._ring.followed()]),
+        ]
+        self._secrets = FileFollower(followed, self._log, count)
         return self._secrets
+
+    def _make_ring(self) -> KeyRing | None:
+        """What the gRPC port shows of itself; None: it is in plaintext. Raises ConfigError."""
+        mode = self._config.tls_mode
+        if mode == "none":
+            return None
+        from extproc.transport.tls.keys import KeysError
+        from extproc.transport.tls.ring import KeyRing
+
+        try:
+            ring = KeyRing(self._config.tls, from_files=mode == "files")
+        except (KeysError, OSError) as error:
+            raise ConfigError(f"tls: {error}") from None
+        self._metrics.tls_expiry.set_function(lambda: ring.keys.expires_s)
+        return ring
+
+    def _on_shake(self, outcome: str, why: str) -> None:
+        """A TLS handshake ended."""
+        self._metrics.tls_handshakes.inc(outcome)
+        # Each is counted, but of a peer that tries all the time the log needs no more than a line a minute.
+        if outcome in ("ok", "gone") or not self._shake_told.due(outcome):
+            return
+        self._log.warning("tls_handshake_failed", outcome=outcome, why=why)
+
+    async def _start_metrics_port(self) -> web.AppRunner | None:
+        epp = self._config.epp
+        if not epp.enabled or epp.metrics_listen is None:
+            return None
+        return await metrics_port.start(Address.parse(epp.metrics_listen), self._metrics)
 
     def _open_tracing(self) -> Tracing | None:
         """None: it is off. Raises ConfigError, OSError."""
@@ -328,6 +385,8 @@ class Server:
             self._config.transport,
             max_message_bytes=limits.max_body_bytes + _GRPC_SLACK_BYTES,
             max_streams=limits.max_streams + _SPARE_STREAMS,
+            on_shake=self._on_shake,
+            handshake_timeout_s=self._config.tls.handshake_timeout_s,
         )
         wire.register(server, filter_.handle)
         self._fleet.endpoints.register(server)
@@ -338,11 +397,16 @@ class Server:
         if address.path:
             Path(address.path).parent.mkdir(parents=True, exist_ok=True)
         try:
-            server.add_insecure_port(str(address))
+            if self._ring is None:
+                server.add_insecure_port(str(address))
+            else:
+                server.add_secure_port(str(address), self._ring)
         except RuntimeError as error:
             raise OSError(f"listen: {address}: {error}") from error
         await self._publish_health()
         await server.start()
+        self._accepting = True
+        await self._publish_health()
         return server
 
     def _expose_routing(self, router: Router) -> None:
@@ -379,6 +443,8 @@ class Server:
 
     async def _publish_health(self) -> None:
         ready = (self._config.routes.only or self._pool.ready()) and self._warm_up.ready() and not self._draining
+        if self._health_port is not None:
+            await self._health_port.publish(accepting=self._accepting and not self._draining, ready=ready)
         for services, serving in ((_ALIVE, True), (_ACCEPTING, not self._draining), (_READY, ready)):
             for service in services:
                 await self._health.set(service, _SERVING if serving else _NOT_SERVING)

@@ -23,6 +23,8 @@ from extproc.headers import (
     FILTER_REPLY_DETAILS,
     LB_NAMESPACE,
     SERVED_KEY,
+    SUBSET_KEY,
+    SUBSET_NAMESPACE,
     TAGS_NAMESPACE,
     UPSTREAM_ATTRIBUTE,
 )
@@ -47,6 +49,8 @@ class RequestHeaders(msgspec.Struct, frozen=True):
     """The body comes in pieces, and goes on as we send it (FULL_DUPLEX_STREAMED); else in one (BUFFERED)."""
     answer_full_duplex: bool = False
     """The answer comes in pieces, too, and goes to the client as we send it."""
+    subset: frozenset[str] | None = None
+    """``ip:port`` of the workers among which the gateway lets one be chosen; None: among all."""
 
 
 class RequestBody(msgspec.Struct, frozen=True):
@@ -91,7 +95,8 @@ class Mutation(msgspec.Struct, frozen=True):
     body: bytes | None = None
     """The new body; None leaves it as it is."""
     destination: str | None = None
-    """``ip:port`` of the worker that gets the request: header and dynamic metadata alike."""
+    """``ip:port`` of the worker that gets the request: header and dynamic metadata alike. Others may follow after commas: for
+    a gateway that takes the next one where it cannot reach the first."""
     tags: Mapping[str, str] = {}
     """How the request is served, for Envoy's statistics and logs: dynamic metadata, of which no peer sees anything."""
     clear_route_cache: bool = False
@@ -128,7 +133,7 @@ def read_event(request: Any) -> Event:
     if kind == "request_headers":
         message = request.request_headers
         if not request.HasField("protocol_config"):
-            return RequestHeaders(_headers(message.headers), message.end_of_stream)
+            return RequestHeaders(_headers(message.headers), message.end_of_stream, subset=_subset(request))
         modes = request.protocol_config
         mode = modes.request_body_mode
         if mode not in (_BUFFERED, _FULL_DUPLEX) and not message.end_of_stream:
@@ -139,6 +144,7 @@ def read_event(request: Any) -> Event:
             message.end_of_stream,
             full_duplex=mode == _FULL_DUPLEX,
             answer_full_duplex=modes.response_body_mode == _FULL_DUPLEX,
+            subset=_subset(request),
         )
     if kind == "request_body":
         return RequestBody(request.request_body.body, request.request_body.end_of_stream)
@@ -188,6 +194,19 @@ def _served(request: Any) -> str | None:
         if UPSTREAM_ATTRIBUTE in fields:
             return fields[UPSTREAM_ATTRIBUTE].string_value or None
     return None
+
+
+def _subset(request: Any) -> frozenset[str] | None:
+    """The gateway's subset hint. What cannot be read as a list allows nobody."""
+    if not request.HasField("metadata_context"):
+        return None
+    metadata = request.metadata_context.filter_metadata
+    if SUBSET_NAMESPACE not in metadata or SUBSET_KEY not in metadata[SUBSET_NAMESPACE].fields:
+        return None
+    value = metadata[SUBSET_NAMESPACE].fields[SUBSET_KEY]
+    if value.WhichOneof("kind") == "list_value":
+        return frozenset(each.string_value.strip() for each in value.list_value.values if each.string_value)
+    return frozenset(each.strip() for each in value.string_value.split(",") if each)
 
 
 def headers_reply(mutation: Mutation) -> bytes:

@@ -45,6 +45,11 @@ _PREFILL_OUTCOMES = ("ok", "failed", "refused", "cancelled")
 SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
 """vLLM's names for where the KV of a prompt token came from."""
 
+HANDSHAKES = (
+    *("ok", "no_certificate", "bad_certificate", "not_trusted", "plaintext", "timeout", "gone", "too_many", "failed"),
+)
+"""How a TLS handshake can end."""
+
 _WORKER = ("role", "endpoint")
 
 
@@ -387,6 +392,21 @@ class Metrics:
             ["outcome"],
             known=(("exported",), ("dropped",), ("failed",)),
             watch="`dropped`, `failed`",
+        )
+
+        self.tls_handshakes = make.tally(
+            "baton_tls_handshakes",
+            "TLS handshakes at the gRPC port (`transport: lean`; grpc.aio says nothing of them): `ok`, `no_certificate` and "
+            "`bad_certificate` (of the client: of another CA, or expired), `not_trusted` (the client refuses ours), "
+            "`plaintext`, `timeout`, `gone`, `too_many` (at once), `failed`",
+            ["outcome"],
+            known=[(each,) for each in HANDSHAKES],
+            watch="any but `ok` and `gone`: somebody cannot connect, or should not",
+        )
+        self.tls_expiry = make.gauge(
+            "baton_tls_certificate_expiry_timestamp_seconds",
+            "When the certificate of the gRPC port ends, as Unix time; 0 in plaintext",
+            watch="less than a few days from now: it is not renewed",
         )
 
         make.topic("Processes")

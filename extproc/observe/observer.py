@@ -67,10 +67,10 @@ class Observer:
         self._log = log
         self._clock = clock
         self._random = random.Random(seed)  # noqa: S311  # draws a sample
+        self._marks = not config.epp.enabled
+        """A mesh's Envoy takes no marks."""
         self.times = Times(clock)
-        self.access_log = AccessLog(
-            expected=config.envoy.access_log, told=self._on_line, on_lost=self._on_lost, log=log, clock=clock
-        )
+        self.access_log = AccessLog(expected=config.access_log, told=self._on_line, on_lost=self._on_lost, log=log, clock=clock)
         self.watcher = (
             Watcher(
                 config.watch_listen,
@@ -111,6 +111,8 @@ class Observer:
             self._count(note.tags, -1)
             self._count(tags, 1)
         note.tags = tags
+        if not self._marks:
+            return {}
         marks = {**tags.as_dict(), ID_KEY: note.key}
         if tags.mode != "none":
             marks.update(observed.more())

@@ -7,6 +7,7 @@ ttft(-, D) = queue(D) + uncached(D) / rate(D)
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 from extproc.routing.decision import Terms
 from extproc.routing.job import Aims, Job, Objective
@@ -100,11 +101,12 @@ class Costs:
                 (prefill,) = sources
                 self.pairs.transferred(prefill, endpoint.address, load.transfer_bytes, load.transfer_s, rate)
 
-    def forget(self, address: str) -> None:
-        """The worker is gone."""
+    def forget(self, addresses: Collection[str]) -> None:
+        """The workers are gone."""
         for known in (self._prefill, self._decode, self._transfer, self._sources):
-            known.pop(address, None)
-        self.pairs.forget(address)
+            for address in addresses:
+                known.pop(address, None)
+        self.pairs.forget_all(addresses)
 
     # -- states of workers -------------------------------------------------------------------------------------------------
 

@@ -22,6 +22,9 @@ class EndpointSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Its prefill rate before any was observed; null: not known."""
     max_batched_tokens: int | None = None
     """Tokens of one scheduler step (`--max-num-batched-tokens`); null: not known."""
+    instance: str | None = None
+    """Which life of the worker it is, if whoever names it knows: with another one at the same address, nothing is left of what
+    its cache held. Kubernetes: the pod's uid and the restarts of its container."""
 
 
 class EndpointSet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -104,6 +104,8 @@ class Job(msgspec.Struct, kw_only=True):
     """Of the request's body, for the queue's limit."""
     handoff: bool = True
     """False: it cannot be handed over, and only a decode worker is wanted."""
+    only: frozenset[str] | None = None
+    """``ip:port`` of the decode workers that may be chosen, whatever else speaks for others; None: any."""
 
 
 class Kind(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Set
+from collections.abc import Callable, Collection, Set
 
 from extproc.routing.rates import TransferRate
 
@@ -97,10 +97,16 @@ class Pairs:
 
     def forget(self, address: str) -> None:
         """The engine at ``address`` is a new one."""
-        for key in [key for key in self._pairs if address in key]:
+        self.forget_all((address,))
+
+    def forget_all(self, addresses: Collection[str]) -> None:
+        """The same of several, in one pass over all pairs."""
+        gone = frozenset(addresses)
+        for key in [key for key in self._pairs if not gone.isdisjoint(key)]:
             self._part(*key)
             del self._pairs[key]
-        self.on_forget(address)
+        for address in addresses:
+            self.on_forget(address)
 
     def part(self, address: str) -> None:
         """Perhaps the engine at ``address`` is a new one. What is known of the network to it stays."""

@@ -18,6 +18,7 @@ from extproc.routing import health
 from extproc.routing.cost import Costs, Loaded
 from extproc.routing.decision import Candidate, Decision
 from extproc.routing.job import Aims, Job, Kind, Mode, Objective
+from extproc.routing.partition import DEFAULT_POOL, POOL_LABEL
 from extproc.routing.pool import Endpoint, Pool, Role, matches
 from extproc.routing.prefix import Chain
 from extproc.routing.settings import Routing
@@ -58,14 +59,28 @@ _GROUPS = 1_000
 class NoEndpointError(Exception):
     """No worker of a role can take the request."""
 
-    def __init__(self, role: Role, model: str | None = None, labels: Mapping[str, str] | None = None) -> None:
-        """``model`` is given where workers are live, but none serves it; ``labels`` where none of those has them."""
+    def __init__(
+        self,
+        role: Role,
+        model: str | None = None,
+        labels: Mapping[str, str] | None = None,
+        pool: str | None = None,
+        *,
+        subset: bool = False,
+    ) -> None:
+        """``model`` is given where workers are live, but none serves it; ``labels`` where none of those has them; ``pool``: it
+        has to be one of that pool; ``subset``: of those that the prompt may have, none can take it."""
         what = f"serves the model {model!r}" if model is not None else "is live"
         if labels:
             what = f"has the labels {dict(labels)}"
+        if pool is not None and model is None:
+            what = f"of the pool {pool!r} is live"
+        if subset:
+            what = "among those that the gateway allows can take it"
         super().__init__(f"no {role.value} worker {what}")
         self.role = role
         self.model = model
+        self.subset = subset
 
 
 class FullError(Exception):
@@ -112,7 +127,7 @@ class Picker:
         self._costs = costs
         self._settings = settings
         self._random = random.Random(settings.seed)  # noqa: S311 (a load balancer, not a secret)
-        self._groups: dict[tuple[Role, str | None, frozenset[tuple[str, str]]], _Group] = {}
+        self._groups: dict[tuple[Role, str | None, frozenset[tuple[str, str]], frozenset[str] | None], _Group] = {}
         self._meet: dict[tuple[Role, Kind, Kind], bool] = {}
         """The same for :meth:`meet`."""
         self._version = -1
@@ -122,33 +137,57 @@ class Picker:
 
     # -- who may -----------------------------------------------------------------------------------------------------------
 
-    def group(self, role: Role, model: str | None, labels: Mapping[str, str]) -> list[Endpoint]:
-        """The live endpoints of ``role`` that serve ``model`` and have ``labels``. Raises NoEndpointError."""
-        return self._group(role, model, labels).endpoints
+    def group(
+        self, role: Role, model: str | None, labels: Mapping[str, str], only: frozenset[str] | None = None
+    ) -> list[Endpoint]:
+        """The live endpoints of ``role`` that serve ``model`` and have ``labels``, and are among ``only``, if that is given.
 
-    def members(self, role: Role, model: str | None, labels: Mapping[str, str]) -> dict[str, Endpoint]:
+        Raises NoEndpointError.
+        """
+        return self._group(role, model, labels, only).endpoints
+
+    def members(
+        self, role: Role, model: str | None, labels: Mapping[str, str], only: frozenset[str] | None = None
+    ) -> dict[str, Endpoint]:
         """The same by address. Raises NoEndpointError."""
-        return self._group(role, model, labels).by_address
+        return self._group(role, model, labels, only).by_address
 
-    def _group(self, role: Role, model: str | None, labels: Mapping[str, str]) -> _Group:
+    def _group(self, role: Role, model: str | None, labels: Mapping[str, str], only: frozenset[str] | None) -> _Group:
         if self._version != self._pool.version or len(self._groups) > _GROUPS:
             self._version = self._pool.version
             self._groups.clear()
             self._meet.clear()
-        key = (role, model, frozenset(labels.items()) if labels else _NO_LABELS)
+        key = (role, model, frozenset(labels.items()) if labels else _NO_LABELS, only)
         found = self._groups.get(key)
         if found is None:
+            if only is not None and not only:
+                raise NoEndpointError(role, subset=True)
             live = self._pool.live(role)
+            pool = labels.get(POOL_LABEL)
+            if pool is not None:
+                live = [each for each in live if each.labels.get(POOL_LABEL) == pool]
+                if not live:
+                    raise NoEndpointError(role, model if self._nobodys(pool) else None, pool=pool)
             serving = [each for each in live if each.serves(model)]
             if not serving:
                 raise NoEndpointError(role, model if live else None)
             fitting = [each for each in serving if matches(each.labels, labels)]
             if not fitting:
                 raise NoEndpointError(role, labels=labels)
+            if only is not None:
+                fitting = [each for each in fitting if each.address in only]
+                if not fitting:
+                    raise NoEndpointError(role, subset=True)
             # Who has yet to make a first handoff is chosen only where there is nobody else.
             fitting = [each for each in fitting if not each.warming] or fitting
             found = self._groups[key] = _Group(fitting, {each.address: each for each in fitting})
         return found
+
+    def _nobodys(self, pool: str) -> bool:
+        """Whether what comes to ``pool`` is for a model that nobody has: it is the default one, which gets all the rest,
+        and there is nobody in it."""
+        live = [each for each in self._pool.endpoints if each.live and not each.leaving]
+        return pool == DEFAULT_POOL and bool(live) and all(each.labels.get(POOL_LABEL) != pool for each in live)
 
     def meet(self, role: Role, one: Kind, other: Kind) -> bool:
         """Whether some worker of a role can get prompts of both kinds: models with adapters share workers."""
@@ -168,10 +207,16 @@ class Picker:
         return found
 
     def able(
-        self, role: Role, model: str | None, labels: Mapping[str, str], now_s: float, exclude: Collection[str] = ()
+        self,
+        role: Role,
+        model: str | None,
+        labels: Mapping[str, str],
+        now_s: float,
+        exclude: Collection[str] = (),
+        only: frozenset[str] | None = None,
     ) -> list[Endpoint]:
         """Those of a group that did not just fail; if all did, all of them. Raises NoEndpointError."""
-        group = self.group(role, model, labels)
+        group = self.group(role, model, labels, only)
         if exclude:
             group = [each for each in group if each.address not in exclude]
             if not group:
@@ -193,7 +238,8 @@ class Picker:
 
         The best of a hundred is hardly worse than the best of a thousand, and a tenth of the work.
         """
-        group = self.group(role, job.model, labels)
+        only = job.only if role is Role.DECODE else None
+        group = self.group(role, job.model, labels, only)
         if not exclude and len(group) <= _LOOKED_AT:
             if role is Role.PREFILL:
                 good = [each for each in group if each.prefill.blocked_until_s <= now_s]
@@ -205,7 +251,7 @@ class Picker:
             start = _start(job, len(group))
             window = group[start : start + _LOOKED_AT]
             window += group[: _LOOKED_AT - len(window)]
-            members = self.members(role, job.model, labels)
+            members = self.members(role, job.model, labels, only)
             holders = [members[address] for address in hits.tokens if address in members]
             window += [each for each in holders[:_HOLDERS] if each not in window]
             if role is Role.PREFILL:
@@ -216,7 +262,7 @@ class Picker:
                 good = [each for each in good if each.address not in exclude]
             if good:
                 return good
-        return self.able(role, job.model, labels, now_s, exclude)
+        return self.able(role, job.model, labels, now_s, exclude, only)
 
     # -- decode ------------------------------------------------------------------------------------------------------------
 
@@ -241,19 +287,19 @@ class Picker:
         need = job.tokens + costs.answer_tokens(job)
         home = self._sessions.get(job.session) if job.session else None
         if home is not None and home not in exclude:
-            there = self.members(Role.DECODE, job.model, aims.decode_labels).get(home)
+            there = self.members(Role.DECODE, job.model, aims.decode_labels, job.only).get(home)
             if there is not None and health.usable(there.decode, now_s) and not costs.full(there, need, now_s):
                 return [there]
         weighed = aims.objective in WEIGHED
         some = self._some(Role.DECODE, job, aims.decode_labels, hits, now_s, exclude) if weighed else []
         if home is not None:  # where all have failed lately, it may be one of them
-            able = self.able(Role.DECODE, job.model, aims.decode_labels, now_s, exclude)
+            able = self.able(Role.DECODE, job.model, aims.decode_labels, now_s, exclude, job.only)
             at_home = [each for each in able if each.address == home and not costs.full(each, need, now_s)]
             if at_home:
                 return at_home
         room = costs.with_room(some, need, now_s)
         if not room:
-            able = self.able(Role.DECODE, job.model, aims.decode_labels, now_s, exclude)
+            able = self.able(Role.DECODE, job.model, aims.decode_labels, now_s, exclude, job.only)
             for some in _parts(able, job) if weighed else (able,):
                 room = costs.with_room(some, need, now_s)
                 if room:

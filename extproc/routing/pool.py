@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 
 from extproc.routing.endpoint_spec import EndpointSet, EndpointSpec
 from extproc.routing.load import Load
+from extproc.routing.partition import POOL_LABEL, Partition
 
 _REPORT_AGE_S = 0.1
 """How old what a worker reports may be when it arrives."""
@@ -229,7 +230,11 @@ class Endpoint:
 class Pool:
     """All endpoints, in the order of the configuration. ``version`` changes with everything that changes who may be chosen."""
 
-    def __init__(self, endpoints: EndpointSet) -> None:
+    def __init__(self, endpoints: EndpointSet, partition: Partition | None = None) -> None:
+        """``partition``: the pools that the endpoints are in; None: they all serve each other."""
+        self.partition = partition
+        self.on_move: Callable[[], None] | None = None
+        """Called when an endpoint has turned out to be in another pool."""
         self.version = 0
         self._by_address: dict[str, Endpoint] = {}
         self.replace(endpoints)
@@ -243,8 +248,18 @@ class Pool:
         """The endpoint at ``ip:port``."""
         return self._by_address.get(address)
 
-    def replace(self, wanted: EndpointSet) -> None:
-        """Take over a new set of workers. Those that are no longer in it finish what they have and go (:meth:`sweep`)."""
+    def pool_at(self, address: str) -> str | None:
+        """The pool of the endpoint at ``ip:port``; None where there are none, or no such endpoint."""
+        if self.partition is None:
+            return None
+        endpoint = self._by_address.get(address)
+        return None if endpoint is None else endpoint.labels[POOL_LABEL]
+
+    def replace(self, wanted: EndpointSet) -> list[Endpoint]:
+        """Take over a new set of workers. Those that are no longer in it finish what they have and go (:meth:`sweep`).
+
+        Returns those at whose address there is another worker than before. Nothing is known of it, not even that it lives.
+        """
         found: dict[str, tuple[EndpointSpec, frozenset[Role]]] = {}
         for specs, roles in (
             (wanted.prefill, frozenset((Role.PREFILL,))),
@@ -255,9 +270,14 @@ class Pool:
                 before = found.get(spec.address)
                 found[spec.address] = (spec, roles | before[1] if before else roles)
         kept: dict[str, Endpoint] = {}
+        others: list[Endpoint] = []
         for address, (spec, roles) in found.items():
             endpoint = self._by_address.get(address) or Endpoint(spec, roles)
+            if None not in (endpoint.spec.instance, spec.instance) and endpoint.spec.instance != spec.instance:
+                endpoint.live, endpoint.models, endpoint.load = False, None, None
+                others.append(endpoint)
             endpoint.take(spec)
+            self._assign(endpoint)
             endpoint.roles, endpoint.leaving = roles, False
             kept[address] = endpoint
         for address, endpoint in self._by_address.items():
@@ -266,6 +286,7 @@ class Pool:
                 kept[address] = endpoint
         self._by_address = kept
         self.version += 1
+        return others
 
     def sweep(self) -> list[str]:
         """Forget those that are leaving and have nothing left to do; their addresses."""
@@ -287,7 +308,20 @@ class Pool:
     def set_models(self, endpoint: Endpoint, models: dict[str, bytes]) -> None:
         """What the worker lists."""
         endpoint.models = models
+        moved = self._assign(endpoint)
         self.version += 1
+        if moved and self.on_move is not None:
+            self.on_move()
+
+    def _assign(self, endpoint: Endpoint) -> bool:
+        """Note in which pool it is; whether that was another one before."""
+        if self.partition is None:
+            return False
+        spec, before = endpoint.spec, endpoint.labels.get(POOL_LABEL)
+        models = endpoint.models if spec.models is None else spec.models
+        pool = self.partition.pool_of(spec.labels, models)
+        endpoint.labels = {POOL_LABEL: pool, **{name: each for name, each in spec.labels.items() if name != POOL_LABEL}}
+        return pool != before
 
     def live(self, role: Role) -> list[Endpoint]:
         """The endpoints of a role that answer. Which of them gets a request is the picker's choice."""
@@ -303,8 +337,11 @@ class Pool:
         return merged
 
     def ready(self) -> bool:
-        """Both roles have a live worker."""
-        return all(self.live(role) for role in Role)
+        """Both roles have a live worker; where there are pools, in one of them."""
+        if self.partition is None:
+            return all(self.live(role) for role in Role)
+        prefill, decode = ({each.labels[POOL_LABEL] for each in self.live(role)} for role in Role)
+        return not prefill.isdisjoint(decode)
 
     def expire(self, before_s: float, now_s: float) -> int:
         """Give back claims older than ``before_s`` on all endpoints; how many there were, which should be none."""

@@ -94,7 +94,7 @@ class Router:
             return
         for address in gone:
             self.index.drop(address)
-            self.costs.forget(address)
+        self.costs.forget(gone)
         addresses = frozenset(gone)
         for tickets in self._heads.values():
             for ticket in tickets:
@@ -153,7 +153,7 @@ class Router:
         """A prompt: its ticket is placed already, or waits. Raises RejectedError, NoEndpointError."""
         ticket = Ticket(job)
         self.scales.forget()
-        self.scales.arrivals.note(now_s)
+        self.scales.arrivals.note(job.model, now_s)
         aims = job.aims
         own = self._in_flight.get(aims.policy, 0)
         if aims.max_in_flight is not None:
@@ -186,7 +186,7 @@ class Router:
         """Why a decode worker shall do it all; None for a handoff. Raises NoEndpointError, FullError."""
         job, aims = ticket.job, ticket.job.aims
         if not job.handoff or aims.mode is not Mode.AUTO:
-            self.picker.group(Role.DECODE, job.model, aims.decode_labels)
+            self.picker.group(Role.DECODE, job.model, aims.decode_labels, job.only)
             if not job.handoff:
                 return "cannot_hand_over"
             if aims.mode is Mode.AGGREGATE:
@@ -208,7 +208,7 @@ class Router:
     def _only_itself(self, job: Job) -> bool:
         """Whether all that could be handed over would be from a worker to itself."""
         prefills = self.picker.group(Role.PREFILL, job.model, job.aims.prefill_labels)
-        decodes = self.picker.group(Role.DECODE, job.model, job.aims.decode_labels)
+        decodes = self.picker.group(Role.DECODE, job.model, job.aims.decode_labels, job.only)
         return len(prefills) == len(decodes) == 1 and prefills[0] is decodes[0]
 
     def _wait_s(self, job: Job) -> float:
@@ -647,6 +647,50 @@ class Router:
         if ticket.decision is not None:
             ticket.decision.decode = decode.address
         return decode
+
+    def alternatives(self, ticket: Ticket, most: int, now_s: float) -> list[str]:
+        """Other decode workers for a prompt that one of them does all of, the best first, at most so many: who sends it on may
+        take them where the chosen one cannot be reached. None of them has failed lately."""
+        chosen, job = ticket.decode, ticket.job
+        if chosen is None:
+            return []
+        try:
+            group = self.picker.group(Role.DECODE, job.model, job.aims.decode_labels, job.only)
+        except NoEndpointError:
+            return []
+        weighed = [each.decode for each in ticket.candidates if each.prefill is None]
+        rank = {address: place for place, address in enumerate(dict.fromkeys(weighed))}
+        others = [each for each in group if each is not chosen and health.usable(each.decode, now_s)]
+        others.sort(key=lambda each: (rank.get(each.address, len(rank)), each.decode.requests, each.decode.turn))
+        return [each.address for each in others[:most]]
+
+    def served_by(self, ticket: Ticket, address: str, now_s: float) -> Endpoint | None:
+        """Not the chosen decode worker has the request, but who is at ``address``: the ledger and the index follow it.
+
+        None: that is no decode worker of the pool. Then nobody is counted for it, and nobody is judged by its answer.
+        """
+        chosen, job, decision = ticket.decode, ticket.job, ticket.decision
+        if chosen is None:
+            return None
+        self._settled = False
+        self.scales.forget()
+        self._end(ticket.decode_claim, now_s)
+        if ticket.decode_holds and job.chain.hashes:
+            # What it had before is there still.
+            pair = (None if decision is None else decision.prefill, chosen.address)
+            weighed = [] if decision is None else decision.candidates
+            had_tokens = next((each.cached_decode_tokens for each in weighed if (each.prefill, each.decode) == pair), 0)
+            self.index.correct(chosen.address, job.chain, int(had_tokens / job.chain.block_tokens))
+            if not had_tokens:
+                self.told.corrected(chosen.address, job.chain)
+        served = self.pool.get(address)
+        if served is None or Role.DECODE not in served.roles:
+            ticket.decode, ticket.decode_holds = None, False
+            return None
+        self._claim_decode(ticket, served, now_s)
+        if decision is not None:
+            decision.decode = served.address
+        return served
 
     def answered(self, ticket: Ticket, now_s: float, *, ok: bool, pair_fault: bool = False) -> None:
         """The decode worker's answer began, or it failed. A client's own fault is ``ok``; nothing failed then.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Literal
 
 from extproc.routing.cost import Costs
@@ -28,6 +29,9 @@ _HOLDERS = 64
 """Workers that are known to hold some of a prompt, those that hold most of it; a thousand may share the first few blocks."""
 
 _FEW = 8
+
+_MODELS = 256
+"""For so many it is known how fast prompts come."""
 
 _WEIGHED_AGAIN_S = 0.1
 """A prompt that waits is weighed so often although nothing has happened to the workers it may go to."""
@@ -59,6 +63,29 @@ class Arrivals:
         return max(self.mean_s, now_s - self.last_s)
 
 
+class ModelArrivals:
+    """The same by model."""
+
+    def __init__(self) -> None:
+        self.by_model: dict[str | None, Arrivals] = {}
+
+    def note(self, model: str | None, now_s: float) -> None:
+        """A prompt for a model came. Clients may name any: of very many the one not heard of for longest is forgotten."""
+        found = self.by_model.get(model)
+        if found is None:
+            if len(self.by_model) >= _MODELS:
+                del self.by_model[min(self.by_model, key=lambda name: self.by_model[name].last_s)]
+            found = self.by_model[model] = Arrivals()
+        found.note(now_s)
+
+    def gap_s(self, models: Iterable[str | None], now_s: float) -> float:
+        """Expected until the next prompt for one of these."""
+        gaps_s = [self.by_model[model].gap_s(now_s) for model in models if model in self.by_model]
+        if len(gaps_s) < 2:
+            return gaps_s[0] if gaps_s else math.inf
+        return 1.0 / max(sum(1.0 / max(gap_s, 1e-9) for gap_s in gaps_s), 1e-9)
+
+
 class Scales:
     """Weighs the prompts that wait. What it has seen of the workers holds until :meth:`forget`."""
 
@@ -69,7 +96,7 @@ class Scales:
         self._queue = queue
         self._settings = settings
         self._views: dict[object, View] = {}
-        self.arrivals = Arrivals()
+        self.arrivals = ModelArrivals()
 
     def forget(self) -> None:
         """Something was placed or ended, or time has passed: the workers are to be looked at again."""
@@ -184,7 +211,7 @@ class Scales:
         outstanding = costs.outstanding_tokens(best, now_s)
         if outstanding > 0 and outstanding + max(job.tokens - hits.get(best.address, 0), 1) > costs.room_tokens(best):
             return None
-        decode = self._picker.group(Role.DECODE, job.model, aims.decode_labels)[0]
+        decode = self._picker.group(Role.DECODE, job.model, aims.decode_labels, job.only)[0]
         moved_s = job.tokens * costs.kv_bytes_per_token(job) * costs.transfer_rate(decode).seconds(1.0)
         return best, soonest_s + (moved_s + self._settings.handoff_overhead_s)
 
@@ -212,7 +239,7 @@ class Scales:
         They get a third of the workers, and more the nearer the oldest of them is to the end of its patience; all of them when
         nobody else is expected to come before they are through.
         """
-        if work_s < _EXPECTED * self.arrivals.gap_s(now_s):
+        if work_s < _EXPECTED * self._gap_s(job, now_s):
             return False
         busy = len(view.late_at) - (endpoint.address in view.late_at)
         count = len(view.able)
@@ -222,15 +249,25 @@ class Scales:
         lanes = math.ceil(count / 3) if share < _MORE_LANES_FROM else count - 1
         return busy >= max(1, lanes)
 
+    def _gap_s(self, job: Job, now_s: float) -> float:
+        """Expected until the next prompt that may go to the same prefill workers, whatever its labels."""
+        models = self.arrivals.by_model
+        if len(models) > 1:
+            kind = kind_of(job)
+            shared = [name for name in models if self._picker.meet(Role.PREFILL, kind, kind._replace(model=name))]
+            return self.arrivals.gap_s(shared, now_s)
+        return self.arrivals.gap_s(models, now_s)
+
     def view(self, job: Job, now_s: float) -> View:
         """The workers of one kind of prompt. Raises NoEndpointError."""
         aims = job.aims
         labelled = aims.prefill_labels or aims.decode_labels
-        key = (frozenset(aims.prefill_labels.items()), frozenset(aims.decode_labels.items())) if labelled else None, job.model
+        labels = (frozenset(aims.prefill_labels.items()), frozenset(aims.decode_labels.items())) if labelled else None
+        key = labels, job.model, job.only
         view = self._views.get(key)
         if view is None:
             able = self._picker.able(Role.PREFILL, job.model, aims.prefill_labels, now_s)
-            decodes = self._picker.group(Role.DECODE, job.model, aims.decode_labels)
+            decodes = self._picker.group(Role.DECODE, job.model, aims.decode_labels, job.only)
             members = self._picker.members(Role.PREFILL, job.model, aims.prefill_labels)
             view = self._views[key] = View(able, members, decodes, self._costs, now_s)
         return view

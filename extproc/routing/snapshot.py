@@ -28,6 +28,7 @@ from extproc.routing.prefix import Chain, PrefixIndex
 from extproc.routing.queue import PrefillQueue, Waiting, _Line
 from extproc.routing.rates import PrefillMeter, PrefillRate, TransferRate
 from extproc.routing.router import Router
+from extproc.routing.scales import Arrivals
 from extproc.routing.settings import Routing
 from extproc.routing.ticket import Ticket
 
@@ -139,6 +140,8 @@ class WaitingState(msgspec.Struct, frozen=True, kw_only=True):
     whole_reason: str | None = None
     undecided: bool = False
     """Handoff or not: nobody can say while every decode worker is full."""
+    only: list[str] | None = None
+    """Decode workers that it may have; None: any."""
     hits: dict[str, int] = {}
     """Prompt tokens that workers hold."""
 
@@ -184,8 +187,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     sessions: dict[str, str] = {}
     """Hashed session -> the decode worker that holds it."""
     turn: int = 0
-    arrivals: tuple[float, float] | None = None
-    """Mean time between prompts, and how long ago the last one came."""
+    arrivals: list[tuple[str | None, float, float]] = []
+    """Model, mean time between prompts for it, and how long ago the last one came."""
     random: bytes = b""
     """State of the generator of the objective `random`."""
     index: dict[str, bytes] | None = None
@@ -264,9 +267,9 @@ def restore(snapshot: Snapshot, index: PrefixIndex | None = None) -> Router:
         numbers.frombytes(snapshot.random)
         router.picker._random.setstate((3, tuple(numbers), None))
     router._turn = snapshot.turn
-    if snapshot.arrivals is not None:
-        router.scales.arrivals.mean_s, silence_s = snapshot.arrivals
-        router.scales.arrivals.last_s = -silence_s
+    for model, mean_s, silence_s in snapshot.arrivals:
+        arrivals = router.scales.arrivals.by_model[model] = Arrivals()
+        arrivals.mean_s, arrivals.last_s = mean_s, -silence_s
     _restore_queue(router, snapshot.queue)
     return router
 
@@ -300,7 +303,7 @@ def _endpoints(router: Router, now_s: float) -> list[EndpointState]:
                 live=endpoint.live,
                 leaving=endpoint.leaving,
                 warming=endpoint.warming,
-                spec=endpoint.spec,
+                spec=_spec(endpoint),
                 models=None if endpoint.models is None else sorted(endpoint.models),
                 kv_tokens=endpoint.kv_tokens,
                 prefill=_leg(endpoint.prefill, now_s),
@@ -316,6 +319,12 @@ def _endpoints(router: Router, now_s: float) -> list[EndpointState]:
             )
         )
     return found
+
+
+def _spec(endpoint: Endpoint) -> EndpointSpec:
+    """With the labels that it goes by, which say its pool, too."""
+    spec = endpoint.spec
+    return spec if endpoint.labels is spec.labels else msgspec.structs.replace(spec, labels=dict(endpoint.labels))
 
 
 def _leg(leg: Leg, now_s: float) -> LegState:
@@ -380,9 +389,9 @@ def _rate(speed: PrefillSpeed) -> PrefillRate:
     return rate
 
 
-def _arrivals(router: Router, now_s: float) -> tuple[float, float] | None:
-    arrivals = router.scales.arrivals
-    return (arrivals.mean_s, now_s - arrivals.last_s) if arrivals.mean_s < math.inf else None
+def _arrivals(router: Router, now_s: float) -> list[tuple[str | None, float, float]]:
+    known = router.scales.arrivals.by_model.items()
+    return [(model, each.mean_s, now_s - each.last_s) for model, each in known if each.mean_s < math.inf]
 
 
 def _transfers(rate: TransferRate | None) -> Transfers | None:
@@ -446,6 +455,7 @@ def _waiting(router: Router, waiting: Waiting, now_s: float, *, ask: bool) -> Wa
         answer_tokens=job.answer_tokens,
         size_bytes=job.size_bytes,
         handoff=job.handoff,
+        only=None if job.only is None else sorted(job.only),
         late=waiting.late,
         position=waiting.position,
         work_s=waiting.work_s,
@@ -489,6 +499,7 @@ def _restore_waiting(router: Router, known: WaitingState) -> None:
         answer_tokens=known.answer_tokens,
         size_bytes=known.size_bytes,
         handoff=known.handoff,
+        only=None if known.only is None else frozenset(known.only),
     )
     waiting = Waiting(job, router.settings, -known.waited_s)
     waiting.late = known.late

@@ -5,6 +5,7 @@ from __future__ import annotations
 from extproc.routing import health
 from extproc.routing.decision import Candidate, Decision
 from extproc.routing.job import Job, Mode, Objective
+from extproc.routing.partition import POOL_LABEL
 from extproc.routing.picker import WEIGHED, FullError, Hits, NoEndpointError
 from extproc.routing.pool import Endpoint, Role
 from extproc.routing.router import Router
@@ -44,6 +45,8 @@ def who_is_out(router: Router, job: Job) -> list[tuple[str, Role, str]]:
                 why = "leaving: it is no longer among the configured workers"
             elif not endpoint.live:
                 why = "not live"
+            elif labels.get(POOL_LABEL) != endpoint.labels.get(POOL_LABEL):
+                why = f"in the pool {endpoint.labels.get(POOL_LABEL)}"
             elif not endpoint.serves(job.model):
                 why = f"does not serve the model {job.model!r}"
             elif missing := [f"{key}={value}" for key, value in labels.items() if endpoint.labels.get(key) != value]:

@@ -17,16 +17,13 @@ if TYPE_CHECKING:
 
 MAX_CONNECTIONS: Final = 1_000
 """Those in their handshakes count. Peers are known and few: an Envoy has one for each of its threads."""
-_HANDSHAKE_TIMEOUT_MS: Final = 10_000
-"""Whether TLS or only the first words of HTTP/2. An option of the whole server."""
-
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
 class GrpcServer:
     """A :class:`extproc.transport.call.Server`."""
 
-    def __init__(self, *, max_message_bytes: int, max_streams: int) -> None:
+    def __init__(self, *, max_message_bytes: int, max_streams: int, handshake_timeout_s: float = 10.0) -> None:
         self._server = grpc.aio.server(
             maximum_concurrent_rpcs=max_streams,
             options=[
@@ -40,7 +37,7 @@ class GrpcServer:
                 ("grpc.http2.min_recv_ping_interval_without_data_ms", 0),
                 ("grpc.http2.max_ping_strikes", 0),
                 ("grpc.keepalive_permit_without_calls", 1),
-                ("grpc.server_handshake_timeout_ms", _HANDSHAKE_TIMEOUT_MS),
+                ("grpc.server_handshake_timeout_ms", int(handshake_timeout_s * 1e3)),
                 ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
                 # A busy port is an error, not a second server behind it.
                 ("grpc.so_reuseport", 0),
