@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from extproc import __version__, cli_cache, cli_preflight, cli_top, cli_worker
+from extproc import __version__, cli_cache, cli_kubernetes, cli_preflight, cli_top, cli_worker
 from extproc.config import Config, ConfigError, load
 
 if TYPE_CHECKING:
@@ -204,11 +204,16 @@ def check(config: ConfigOption = Path("baton.yaml")) -> None:
     for source in (workers.file, *(each.name or each.srv for each in workers.dns)):
         if source is not None:
             table.add_row("more workers from", source)
+    if workers.kubernetes is not None:
+        table.add_row("more workers from", "Kubernetes (`baton kubernetes workers` shows them)")
     table.add_row("ext_proc listens on", "\n".join(map(str, settings.listens)))
     table.add_row("prefill calls go", settings.prefill.via)
     table.add_row("admin", settings.admin)
     table.add_row("Envoy listens on", settings.envoy.listen)
     table.add_row("Envoy learns of workers", settings.envoy.eds_dir or "over gRPC, from the filter")
+    for pool in settings.pools:
+        what = [*(f"{name}={value}" for name, value in pool.labels.items()), *pool.models]
+        table.add_row(f"pool {pool.name}", ", ".join(what))
     for rule in settings.policies:
         slo = "" if rule.slo.ttft_s is None else f", TTFT within {rule.slo.ttft_s:g} s"
         table.add_row(f"policy {rule.name}", f"{rule.mode.value}, {rule.objective.value}, {rule.dispatch}{slo}")
@@ -384,6 +389,7 @@ def explain(
 
 
 cli_cache.register(app)
+cli_kubernetes.register(app)
 cli_preflight.register(app)
 cli_top.register(app)
 cli_worker.register(app)

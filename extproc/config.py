@@ -886,7 +886,7 @@ def _check_routes(config: Config) -> None:
         )
     if config.routes.only and config.epp.enabled:
         raise ConfigError("routes.only: does not go with epp.enabled: an endpoint picker chooses workers, and this filter none")
-    if config.routes.only and config.workers != Workers():
+    if config.routes.only and (config.workers.endpoint_set() != EndpointSet() or not config.workers.all_listed):
         raise ConfigError("routes.only: with workers beside it; such a filter chooses none, and goes by `pools` and `policies`")
 
 

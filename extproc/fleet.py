@@ -7,7 +7,7 @@ it has is finished; until then Envoy keeps it as well.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from extproc.observe.logs import Logger
 from extproc.observe.metrics import Metrics
 from extproc.observe.probe import Prober
 from extproc.routing.endpoint_spec import EndpointSet
+from extproc.routing.partition import DEFAULT_POOL, POOL_LABEL, UNDECIDED
 from extproc.routing.pool import Endpoint, Pool, Role
 from extproc.tls.workers import PLAIN, WorkerLink
 from extproc.warm_up import WarmUp
@@ -80,11 +81,17 @@ class Fleet:
             on_failure=lambda kind: metrics.probe_failures.labels(kind).inc(),
         )
         self._discovery = Discovery(
-            sources(config.workers, self._on_refused),
+            sources(
+                config.workers,
+                self._on_refused,
+                lambda verb, outcome: metrics.kubernetes_requests.labels(verb, outcome).inc(),
+            ),
             on_change=self._on_discovery,
             on_outcome=lambda source, outcome: metrics.discovery_reloads.labels(source, outcome).inc(),
             log=log,
         )
+        for kind in self._discovery.kinds():
+            metrics.discovery_failing_seconds.labels(kind).set_function(partial(self._discovery.failing_s, kind))
         self._scraper = LoadScraper(
             lambda: [each.address for each in self.pool.endpoints if each.live] if leads() else [],
             self._on_scrape,
@@ -92,6 +99,9 @@ class Fleet:
             settings=config.scrape,
             link=link,
         )
+        self.pool.on_move = self._tell
+        if self.pool.partition is not None:
+            self._count_pools(self.pool.partition.names)
         self._told: dict[str, list[str]] = {}
         """What Envoy reads in its files, if it was written here."""
         if leads():
@@ -129,17 +139,41 @@ class Fleet:
                 for role in Role
             },
             "faults": self._prober.faults(),
+            **({} if self.pool.partition is None else {"pools": self._pools(self.pool.partition.names)}),
             "leaving": [each.address for each in self.pool.endpoints if each.leaving],
             "warm_up": self._warm_up.status(),
             "discovery": self._discovery.status(),
             "envoy": self.endpoints.status(),
         }
 
+    def _count_pools(self, names: Sequence[str]) -> None:
+        """The gauges of live workers by pool."""
+        for name in (*names, UNDECIDED):
+            for role in Role:
+                gauge = self._metrics.pool_workers.labels(name, role.value)
+                gauge.set_function(partial(self._live_in, name, role))
+
+    def _live_in(self, pool: str, role: Role) -> int:
+        return sum(each.labels[POOL_LABEL] == pool for each in self.pool.live(role))
+
+    def _pools(self, names: Sequence[str]) -> dict[str, dict[str, int]]:
+        """Pool -> role -> live workers."""
+        found = {name: {role.value: 0 for role in Role} for name in (*names, UNDECIDED)}
+        for role in Role:
+            for each in self.pool.live(role):
+                found[each.labels[POOL_LABEL]][role.value] += 1
+        if not any(found[UNDECIDED].values()):
+            del found[UNDECIDED]
+        return found
+
     # -- what changes ------------------------------------------------------------------------------------------------------
 
     def _on_discovery(self, found: EndpointSet) -> None:
-        self.pool.replace(found)
+        others = self.pool.replace(found)
         self._router.sync()
+        for endpoint in others:
+            self._scrapes.pop(endpoint.address, None)
+            self._dispatcher.restarted(endpoint)
         self._changed()
 
     def _on_refused(self, source: str, address: str, why: str) -> None:
@@ -192,7 +226,18 @@ class Fleet:
 
     def _clusters(self) -> dict[str, list[str]]:
         """What Envoy knows of the workers: those that are leaving too, as long as something is on its way to them."""
-        return {role.value: sorted(each.address for each in self.pool.endpoints if role in each.roles) for role in Role}
+        partition = self.pool.partition
+        found: dict[str, list[str]] = {
+            xds.cluster_of(role.value, pool): []
+            for pool in ((DEFAULT_POOL,) if partition is None else partition.names)
+            for role in Role
+        }
+        for each in self.pool.endpoints:
+            pool = each.labels.get(POOL_LABEL, DEFAULT_POOL)
+            if pool != UNDECIDED:
+                for role in each.roles:
+                    found[xds.cluster_of(role.value, pool)].append(each.address)
+        return {name: sorted(addresses) for name, addresses in found.items()}
 
     def _tell(self) -> None:
         """Envoy, over gRPC at once; its files are written beside the event loop."""

@@ -10,7 +10,7 @@ from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 from typing import Final
 
 from extproc.discovery.listing import ROLES
-from extproc.discovery.source import Source
+from extproc.discovery.source import Running, Source, SourceError
 from extproc.routing.endpoint_spec import EndpointSet, EndpointSpec
 
 _CREDENTIALS: Final = frozenset(
@@ -63,17 +63,27 @@ class Guarded:
 
     async def look(self) -> EndpointSet:
         """What it says, as far as it may. Raises SourceError."""
-        said = await self._source.look()
+        try:
+            return self._allowed(await self._source.look())
+        except SourceError as error:
+            raise SourceError(str(error), said=None if error.said is None else self._allowed(error.said)) from error
+
+    async def pause(self) -> None:
+        """As the source does."""
+        await self._source.pause()
+
+    async def run(self) -> None:
+        """As the source does, if it must run at all."""
+        if isinstance(self._source, Running):
+            await self._source.run()
+
+    def _allowed(self, said: EndpointSet) -> EndpointSet:
         refused: dict[str, str] = {}
         kept = {role: tuple(self._kept(getattr(said, role), refused)) for role in ROLES}
         for address in refused.keys() - self._refused:
             self._on_refused(self.kind, address, refused[address])
         self._refused = frozenset(refused)
         return EndpointSet(**kept) if refused else said
-
-    async def pause(self) -> None:
-        """As the source does."""
-        await self._source.pause()
 
     def _kept(self, specs: Sequence[EndpointSpec], refused: dict[str, str]) -> list[EndpointSpec]:
         kept = []

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from extproc.discovery.listing import ROLES
-from extproc.discovery.source import Source, SourceError
+from extproc.discovery.source import Running, Source, SourceError
 from extproc.observe.logs import Logger
 from extproc.routing.endpoint_spec import EndpointSet, EndpointSpec
 
@@ -26,6 +26,8 @@ class _State:
         self.source = source
         self.said: EndpointSet | None = None
         self.error: str | None = None
+        self.failing_since_s: float | None = None
+        """By the monotonic clock; None: it can be read."""
         self.changed_at: float | None = None
         """Unix time of the last change that was taken."""
         self.looked = asyncio.Event()
@@ -61,6 +63,8 @@ class Discovery:
         """Follow all sources, until cancelled. Raises what a source or ``on_change`` died of, other than SourceError."""
         async with asyncio.TaskGroup() as tasks:
             for state in self._states:
+                if isinstance(state.source, Running):
+                    tasks.create_task(state.source.run())
                 tasks.create_task(self._follow(state))
 
     async def first_look(self, timeout_s: float) -> None:
@@ -69,6 +73,15 @@ class Discovery:
         _, late = await asyncio.wait(waits, timeout=timeout_s)
         for wait in late:
             wait.cancel()
+
+    def kinds(self) -> list[str]:
+        """What kinds of sources there are."""
+        return sorted({state.source.kind for state in self._states})
+
+    def failing_s(self, kind: str) -> float:
+        """For how long a source of this kind could not be read; 0: all can be."""
+        since = [each.failing_since_s for each in self._states if each.source.kind == kind and each.failing_since_s is not None]
+        return time.monotonic() - min(since) if since else 0.0
 
     def status(self) -> list[dict[str, object]]:
         """For people: what each source says, and what is wrong with it."""
@@ -88,28 +101,36 @@ class Discovery:
             try:
                 said = await state.source.look()
             except SourceError as error:
-                self._failed(state, str(error))
+                self._failed(state, error)
             else:
                 self._succeeded(state, said)
             state.looked.set()
             await state.source.pause()
 
-    def _failed(self, state: _State, why: str) -> None:
+    def _failed(self, state: _State, error: SourceError) -> None:
+        if error.said is not None and error.said != state.said:
+            self._take(state, error.said)
+        why = str(error)
         if why != state.error:  # a name server that is down is one line, not one every five seconds
             kept = 0 if state.said is None else sum(len(getattr(state.said, role)) for role in ROLES)
             self._log.error("discovery_failed", source=state.source.kind, why=why, endpoints_kept=kept)
         state.error = why
+        if state.failing_since_s is None:
+            state.failing_since_s = time.monotonic()
         self._on_outcome(state.source.kind, FAILED)
 
     def _succeeded(self, state: _State, said: EndpointSet) -> None:
         if state.error is not None:
             self._log.info("discovery_recovered", source=state.source.kind, name=state.source.name)
         changed = said != state.said
-        state.said, state.error = said, None
+        state.error = state.failing_since_s = None
         self._on_outcome(state.source.kind, CHANGED if changed else UNCHANGED)
         if changed:
-            state.changed_at = time.time()
-            self._publish()
+            self._take(state, said)
+
+    def _take(self, state: _State, said: EndpointSet) -> None:
+        state.said, state.changed_at = said, time.time()
+        self._publish()
 
     def _publish(self) -> None:
         merged, ignored = merge([state.said for state in self._states if state.said is not None])

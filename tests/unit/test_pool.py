@@ -170,3 +170,44 @@ def test_labels_match_when_every_wanted_one_is_there() -> None:
     assert matches({"tier": "gold", "zone": "a"}, {"tier": "gold"})
     assert not matches({"tier": "gold"}, {"tier": "gold", "zone": "a"})
     assert matches({}, {})
+
+
+def lives(*instances: str | None) -> Pool:
+    """A pool that had a decode worker at one address in each of these lives, one after the other."""
+    pool = Pool(EndpointSet())
+    for instance in instances:
+        pool.replace(EndpointSet(decode=(EndpointSpec(address="10.0.0.1:8000", instance=instance),)))
+        [endpoint] = pool.endpoints
+        endpoint.models = {"m": b"{}"}
+        pool.set_live(endpoint, True)
+    return pool
+
+
+def test_another_worker_at_an_address_is_told_of_and_has_to_show_that_it_lives() -> None:
+    pool = lives("uid-1/0")
+    [before] = pool.endpoints
+    claim = claimed(before.decode)
+    spec = EndpointSpec(address="10.0.0.1:8000", instance="uid-2/0")
+    assert pool.replace(EndpointSet(decode=(spec,))) == [before]
+    assert (before.live, before.models, before.spec) == (False, None, spec)
+    assert before.decode.requests == 1, "requests to the one before end by themselves"
+    assert claim.release(1.0)
+    assert pool.replace(EndpointSet(decode=(spec,))) == []
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, "uid-1/0"), ("uid-1/0", None), ("uid-1/0", "uid-1/0")])
+def test_where_nobody_says_so_it_is_the_same_worker(before: str | None, after: str | None) -> None:
+    pool = lives(before)
+    spec = EndpointSpec(address="10.0.0.1:8000", instance=after)
+    assert pool.replace(EndpointSet(decode=(spec,))) == []
+    assert pool.endpoints[0].live
+
+
+def test_a_worker_that_comes_back_in_another_life_while_it_leaves_is_another_one() -> None:
+    pool = lives("uid-1/0")
+    [endpoint] = pool.endpoints
+    claimed(endpoint.decode)
+    assert pool.replace(EndpointSet()) == []
+    assert endpoint.leaving
+    assert pool.replace(EndpointSet(decode=(EndpointSpec(address="10.0.0.1:8000", instance="uid-1/1"),))) == [endpoint]
+    assert not endpoint.leaving
