@@ -10,6 +10,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from extproc import pages
 from extproc.admin_guard import guard
+from extproc.admin_site import AdminSite
 from extproc.config import Address
 from extproc.debug import Debug
 from extproc.live import Live
@@ -51,8 +52,10 @@ async def start(
     if siblings is not None:
         app.add_routes(siblings.routes())
     app.on_response_prepare.append(pages.secure)
+    site = AdminSite()
+    app.on_shutdown.append(site.close)
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
-    site = web.UnixSite(runner, address.path) if address.path else web.TCPSite(runner, address.host.strip("[]"), address.port)
-    await site.start()
+    assert runner.server is not None
+    await site.open(runner.server, address)
     return runner

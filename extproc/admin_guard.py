@@ -6,15 +6,14 @@ A page of somebody else, open in the browser of somebody who reaches this port, 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from ipaddress import ip_address
 from typing import Final
 from urllib.parse import urlsplit
 
 import msgspec
 from aiohttp import web
-
-_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+from aiohttp.typedefs import Handler, Middleware
 
 # Nobody on the internet can own a name below these (RFC 6761; ICANN has set `internal` aside; the others are no top level
 # domains, but what a cluster's own name server answers for).
@@ -41,12 +40,12 @@ def host_fault(host: str, allowed: Sequence[str] = ()) -> str | None:
     return None
 
 
-def guard(allowed: Sequence[str] = ()) -> Callable[[web.Request, _Handler], Awaitable[web.StreamResponse]]:
+def guard(allowed: Sequence[str] = ()) -> Middleware:
     """A middleware that refuses what only a browser on somebody else's page would send."""
     names = frozenset(name.lower().rstrip(".") for name in allowed)
 
     @web.middleware
-    async def check(request: web.Request, handler: _Handler) -> web.StreamResponse:
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         hosts = request.headers.getall("Host", [])
         fault = "the request has several hosts" if len(hosts) > 1 else host_fault(hosts[0] if hosts else "", tuple(names))
         if fault is not None:

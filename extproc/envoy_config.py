@@ -5,6 +5,7 @@ Pure: no I/O. Why a setting is there stands in :mod:`extproc.envoy_yaml`, which 
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import dataclass
 from datetime import timedelta
@@ -54,7 +55,7 @@ from envoy_data_plane.google import protobuf
 from envoy_data_plane.xds.core import v3 as xds_core
 from envoy_data_plane.xds.type.matcher import v3 as xds_matcher
 
-from extproc import envoy_tls, filter_down, stream_tokens
+from extproc import envoy_api_keys, envoy_tls, filter_down, stream_tokens
 from extproc.config import BODY_HEADROOM_BYTES, Address, Config, ConfigError, Envoy, Prefill, Tracing, Workers, collector
 from extproc.filter_down import OPEN_HEADER
 from extproc.headers import (
@@ -63,6 +64,7 @@ from extproc.headers import (
     KV_TRANSFER_HEADER,
     LB_NAMESPACE,
     ORIGIN_HEADER,
+    POOL_HEADER,
     ROUTING_HEADERS,
     SERVED_KEY,
     TAGS_NAMESPACE,
@@ -74,7 +76,7 @@ from extproc.headers import (
 )
 from extproc.observe.log_lines import GENERATION_TAG, TTFT_TAG
 from extproc.stream_tokens import USAGE_KEYS
-from extproc.xds import endpoints_file
+from extproc.xds import cluster_of, endpoints_file
 
 RUN_DIRECTORY = "/run/baton"
 
@@ -112,9 +114,9 @@ _HEALTH_INTERVAL = timedelta(seconds=1)
 _PINGS = core.KeepaliveSettings(interval=timedelta(seconds=5), timeout=timedelta(seconds=5))
 _EXTPROC_SLACK_S = 30.0
 # On requests, on answers, and on the filter's own replies. Envoy refuses a regular expression of more than 100 RE2
-# instructions, about one a character, so these are prefixes: of DESTINATION_HEADER, KV_TRANSFER_HEADER, PREFILLER_HEADER and
-# `x-baton-decision`.
-_MUTABLE_HEADERS = "content-(length|type)|retry-after|x-(request-id|gateway-d.*|kv-t.*|prefiller-h.*|baton-.*)"
+# instructions, about one a character, so these are prefixes: of DESTINATION_HEADER, MODEL_HEADER, KV_TRANSFER_HEADER,
+# PREFILLER_HEADER, POOL_HEADER and `x-baton-decision`.
+_MUTABLE_HEADERS = "content-(length|type)|retry-after|x-(request-id|gateway-[dm].*|kv-t.*|prefiller-h.*|baton-.*)"
 _MUTABLE_TRACE = "|tracep.*"
 _MUTABLE_CREDENTIALS = "|authorization|x-api-key"
 _EXPRESSION_SIZE = 200
@@ -159,6 +161,9 @@ _LOCAL_REPLIES = (
         "The routing service is unavailable. Try again.",
         _SERVER,
     ),
+    _LocalReply("response.code == 401", "invalid_api_key", "The API key is missing or not valid.", _INVALID),
+    _LocalReply("response.code == 403", "forbidden", "This API key may not ask that.", _INVALID),
+    _LocalReply("response.code == 429", "rate_limit_exceeded", "Too many requests with this API key.", "rate_limit_error"),
     _LocalReply("response.code == 404", "not_found", "There is nothing at this path.", _INVALID),
     _LocalReply("response.code == 408", "timeout", "The request did not arrive in time.", _INVALID),
     _LocalReply("response.code == 413", "request_too_large", "The request body is too large.", _INVALID),
@@ -179,12 +184,12 @@ def build(config: Config) -> bootstrap.Bootstrap:
     """The whole bootstrap. Raises ConfigError where an address cannot be used by Envoy."""
     loopback = None if config.prefill.via == "direct" else Address.parse(config.prefill.via)
     listeners = [_front(config)]
-    clusters = [_workers(DECODE_CLUSTER, config)]
+    clusters = _pools_of_workers(DECODE_CLUSTER, config)
     if _opens(config):
         clusters.append(_any_decode_worker(config))
     if loopback is not None:
         listeners.append(_prefill_loop(config, loopback))
-        clusters.append(_workers(PREFILL_CLUSTER, config))
+        clusters += _pools_of_workers(PREFILL_CLUSTER, config)
     clusters.append(_extproc(config))
     if config.watches:
         clusters.append(_watch_cluster(config))
@@ -236,8 +241,12 @@ def _front(config: Config) -> listener.Listener:
         stream_idle_timeout=_seconds(config.envoy.idle_timeout_s),
         early_header_mutation_extensions=[_strip_routing_headers(config)],
         local_reply_config=_local_replies(),
-        route_config=_routes(*([_filter_down_route(config)] if _opens(config) else []), _decode_route(config)),
+        route_config=_routes(
+            *([_filter_down_route(config)] if _opens(config) else []),
+            *_pool_routes(_decode_route(config), config),
+        ),
         http_filters=[
+            *([] if config.envoy.api_keys is None else envoy_api_keys.filters(config.envoy.api_keys)),
             _ext_proc_filter(config),
             *([_filter_down()] if _opens(config) else []),
             *([_usage()] if _counts_tokens(config.envoy) else []),
@@ -256,6 +265,8 @@ def _opens(config: Config) -> bool:
 def _strip_routing_headers(config: Config) -> core.TypedExtensionConfig:
     traces = config.tracing.endpoint is not None and config.tracing.from_clients == "ignore"
     names = (*ROUTING_HEADERS, *([OPEN_HEADER] if _opens(config) else []), *(_TRACE_HEADERS if traces else ()))
+    if config.envoy.api_keys is not None:
+        names += (config.envoy.api_keys.client_header,)
     mutations = [mutation_rules.HeaderMutation(remove=name) for name in names]
     return _extension("envoy.http.early_header_mutation.header_mutation", early.HeaderMutation(mutations=mutations))
 
@@ -295,6 +306,24 @@ def _decode_route(config: Config) -> route.Route:
             idle_timeout=_seconds(config.envoy.idle_timeout_s),
         ),
     )
+
+
+def _pool_routes(default: route.Route, config: Config) -> list[route.Route]:
+    """The same for each pool, which the filter names in a header; ``default`` is behind them."""
+    if not config.pools:
+        return [default]
+    found = []
+    for rule in config.pools:
+        made = copy.deepcopy(default)
+        assert made.match is not None and made.route is not None
+        made.name = made.route.cluster = cluster_of(default.name, rule.name)
+        made.match.headers = [
+            route.HeaderMatcher(name=POOL_HEADER, string_match=matcher.StringMatcher(exact=rule.name)),
+        ]
+        found.append(made)
+    for made in (*found, default):
+        made.request_headers_to_remove = [POOL_HEADER]
+    return [*found, default]
 
 
 def _filter_down_route(config: Config) -> route.Route:
@@ -484,7 +513,7 @@ def _prefill_loop(config: Config, address: Address) -> listener.Listener:
         local_reply_config=hcm.LocalReplyConfig(
             mappers=[hcm.ResponseMapper(filter=_cel("response.code >= 100"), headers_to_add=[origin])]
         ),
-        route_config=_routes(prefill),
+        route_config=_routes(*_pool_routes(prefill, config)),
         http_filters=[_destination_to_metadata(), _router()],
     )
     bind = _listen_address("prefill.via", address, loopback_only=True)
@@ -545,6 +574,20 @@ def _admin_cluster(config: Config) -> cluster.Cluster:
 
 def _lb_metadata(key: str) -> metadata.MetadataKey:
     return metadata.MetadataKey(key=LB_NAMESPACE, path=[metadata.MetadataKeyPathSegment(key=key)])
+
+
+def _pools_of_workers(role: str, config: Config) -> list[cluster.Cluster]:
+    """The workers of one role, a cluster a pool; the default one first."""
+    made = [_workers(role, config)]
+    for rule in config.pools:
+        own = _workers(cluster_of(role, rule.name), config)
+        limits = (rule.max_connections, rule.max_pending, rule.max_requests)
+        general = (config.envoy.max_connections, config.envoy.max_pending, config.envoy.max_requests)
+        own.circuit_breakers = _circuit_breaker(
+            *(most if each is None else each for each, most in zip(limits, general, strict=True))
+        )
+        made.append(own)
+    return made
 
 
 def _workers(name: str, config: Config) -> cluster.Cluster:

@@ -10,7 +10,7 @@ from typing import Any
 
 import betterproto2
 
-from extproc.config import Config
+from extproc.config import Config, ConfigError
 from extproc.envoy_config import build
 
 _HEADER = """
@@ -186,6 +186,8 @@ _COMMENTS: Mapping[str, str] = {
 
 def render(config: Config) -> str:
     """``build(config)`` as YAML with comments; the same configuration gives the same bytes. Raises ConfigError."""
+    if config.routes.only:
+        raise ConfigError("routes.only: such a filter is one of a gateway's, whose routes it does not know; see docs/routes.md")
     tree = build(config).to_dict(casing=betterproto2.Casing.SNAKE)
     return "\n".join([*_comment(_HEADER, 0), *_emit(tree, 0, "", dict(_COMMENTS)), ""])
 

@@ -158,7 +158,7 @@ def ssl_flags(spec: WorkerSpec) -> tuple[str, ...]:
         if spec.ssl_ca_certs is not None:
             raise ValueError("ssl_ca_certs: goes with ssl_certfile; in plain HTTP no client shows a certificate")
         return ()
-    flags = ("--ssl-certfile", spec.ssl_certfile, "--ssl-keyfile", spec.ssl_keyfile, "--enable-ssl-refresh")
+    flags: tuple[str, ...] = ("--ssl-certfile", spec.ssl_certfile, "--ssl-keyfile", spec.ssl_keyfile, "--enable-ssl-refresh")
     if spec.ssl_ca_certs is not None:
         flags += ("--ssl-ca-certs", spec.ssl_ca_certs, "--ssl-cert-reqs", str(int(CERT_REQUIRED)))
     return flags

@@ -13,14 +13,16 @@ from typing import Final
 
 OF_WORKER: Final = "worker"
 
-_HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,252})|\[?[0-9A-Fa-f:.]{2,45}(%[A-Za-z0-9._-]{1,32})?\]?")
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,252})")
 
 
 def host_fault(host: str, port: int) -> str | None:
     """Why these cannot be where blocks are; None: they can."""
-    if _HOST.fullmatch(host) is None:
-        return "remote_host is no host"
+    if _NAME.fullmatch(host) is None:
+        try:
+            ip_address(host[1:-1] if host[:1] == "[" and host[-1:] == "]" else host)
+        except ValueError:
+            return "remote_host is no host"
     if not 0 < port < 65536:
         return f"remote_port {port} is not 1 to 65535"
     return None

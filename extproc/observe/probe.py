@@ -119,8 +119,9 @@ class Prober:
                 self._on_failure("status")
                 return f"status {response.status}"
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            self._on_failure(kind_of(error))
-            return described(error)
+            tls = self._link.context is not None
+            self._on_failure(kind_of(error, tls=tls))
+            return described(error, tls=tls)
 
     async def _models(self, session: aiohttp.ClientSession, endpoint: Endpoint) -> dict[str, bytes] | None:
         """The models that the worker lists; None if it does not say (no such endpoint, or it wants a key)."""

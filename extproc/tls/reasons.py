@@ -5,6 +5,8 @@ from __future__ import annotations
 import ssl
 from typing import Final
 
+import aiohttp
+
 TLS: Final = "tls"
 
 _OF_ALERTS = {
@@ -24,24 +26,28 @@ def tls_reason(error: BaseException | None) -> str | None:
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        if isinstance(error, ssl.SSLCertVerificationError):
+        # aiohttp's own errors are of these classes by their ancestors, and have nothing of them.
+        inner = getattr(error, "certificate_error", None) or getattr(error, "os_error", None)
+        if inner is None and isinstance(error, ssl.SSLCertVerificationError):
             return f"TLS: its certificate is not accepted: {error.verify_message}"
-        if isinstance(error, ssl.SSLError):
+        if inner is None and isinstance(error, ssl.SSLError):
             reason = error.reason or type(error).__name__
             return f"TLS: {_OF_ALERTS.get(reason, reason)}"
-        inner = getattr(error, "certificate_error", None)
         error = inner or error.__cause__ or error.__context__
     return None
 
 
-def described(error: BaseException) -> str:
-    """Of any error of a connection, for a log line and ``/healthz``."""
+def described(error: BaseException, *, tls: bool = False) -> str:
+    """Of any error of a connection, for a log line and ``/healthz``. ``tls``: the connection was to have it."""
+    if tls and isinstance(error, aiohttp.ServerDisconnectedError):
+        # TLS 1.3: a server says no to a client's certificate after the client's side of the handshake is over.
+        return "TLS: it closed the connection after the handshake: does it want a certificate of ours that it trusts?"
     return tls_reason(error) or f"{type(error).__name__}: {error}"
 
 
-def kind_of(error: BaseException) -> str:
+def kind_of(error: BaseException, *, tls: bool = False) -> str:
     """The same as one of a few words, for a label."""
-    if tls_reason(error) is not None:
+    if tls_reason(error) is not None or (tls and isinstance(error, aiohttp.ServerDisconnectedError)):
         return TLS
     if isinstance(error, TimeoutError):
         return "timeout"
