@@ -279,6 +279,7 @@ def test_however_many_wait_for_one_model_the_next_one_for_another_is_found(slo_s
     flood = [w.apart(STEP, model="a", ttft_slo_s=slo_s) for _ in range(50)]
     waiting = w.apart(STEP, model="b", ttft_slo_s=slo_s)
     assert [placed(each) for each in (first, flood[0], waiting)] == [True, True, False]
+    w.poll()  # says who was placed by a submit
     assert w.prefilled(first) == [waiting]
     assert waiting.prefill is w["p-b"]
     w.prefilled(waiting)
@@ -327,7 +328,10 @@ def test_an_old_late_prompt_gets_its_share_although_the_worker_of_another_model_
 
 def test_an_adapter_and_its_base_share_workers_and_so_their_turns() -> None:
     w = World(pool_of(specs("p", 1, models=["base", "lora"]), specs("d", 2, models=["base", "lora"])), step_tokens=STEP)
-    open_ = [w.apart(STEP, model=model, ttft_slo_s=1000.0) for model in ("base", "base", "lora", "base", "lora")]
+    open_ = []
+    for model in ("base", "base", "lora", "base", "lora"):
+        open_.append(w.apart(STEP, model=model, ttft_slo_s=1000.0))
+        w.now_s += 0.001
     assert w.router.scales.ahead_s(w.job(model="lora")) == pytest.approx(4 * WORK_S)
     assert serve(w, open_, 5.0) == open_[1:]
 
@@ -534,6 +538,26 @@ def test_immediate_prompts_do_not_wait_for_room_on_decode_workers() -> None:
     assert all(placed(w.apart(100, held=False)) for _ in range(4))
 
 
+def test_a_late_prompt_gets_every_worker_of_its_model_while_prompts_for_other_models_keep_coming() -> None:
+    workers = [*specs("p", 3, models=["slow"]), *specs("q", 3, models=["busy"])]
+    w = World(pool_of(workers, specs("d", 2)), step_tokens=STEP)
+    first = [w.apart(20_000, model="slow") for _ in range(9)]
+    for _ in range(400):
+        w.now_s += 0.01
+        w.router.scales.arrivals.note("busy", w.now_s)
+    for ticket in first[:3]:
+        w.router.prefill_done(ticket, w.now_s)
+    w.poll()
+    assert on_prompts(w) == 3
+    for _ in range(100):  # some that share the workers
+        w.router.scales.arrivals.note("slow", w.now_s)
+        w.now_s += 0.01
+    for ticket in [ticket for ticket in first if placed(ticket) and ticket.prefill_claim.leg]:
+        w.router.prefill_done(ticket, w.now_s)
+    w.poll()
+    assert on_prompts(w) == 1
+
+
 def when_three_workers_get_free(*, others_come: bool) -> World:
     """Three workers, and nine prompts of two seconds at once: when the first three are done, the others are late."""
     w = World(pool_of(3, 2), step_tokens=STEP, prefill_tokens_per_s=10_000.0)
@@ -541,7 +565,7 @@ def when_three_workers_get_free(*, others_come: bool) -> World:
     for _ in range(400):
         w.now_s += 0.01
         if others_come:
-            w.router.scales.arrivals.note(w.now_s)
+            w.router.scales.arrivals.note(None, w.now_s)
     for ticket in first[:3]:
         w.router.prefill_done(ticket, w.now_s)
     w.poll()
