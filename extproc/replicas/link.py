@@ -1,4 +1,4 @@
-"""One connection between two replicas: hello, proof, then batches both ways. Never waits: what cannot be written is not taken."""
+"""One connection between two replicas: hello, proof, then batches both ways. Never waits: what cannot be written is left."""
 
 from __future__ import annotations
 
@@ -153,8 +153,9 @@ class Link(asyncio.Protocol):
         try:
             yield
         except RefusedError as error:
-            self._refused = error
-            self.end(str(error))
+            self._refused, self._why = error, str(error)
+            if self._transport is not None:
+                self._transport.close()  # after what is written: they should be able to say why, too
 
     def _take(self, message: bytes) -> None:
         if self.index is not None:
@@ -186,7 +187,9 @@ class Link(asyncio.Protocol):
 
     def _write(self, message: bytes) -> None:
         assert self._transport is not None
-        self._transport.write(self._sealer.seal(message))
+        frame = self._sealer.seal(message)
+        self._on_bytes("sent", len(frame))
+        self._transport.write(frame)
 
     def _late(self) -> None:
         self._refused = RefusedError("timeout", f"it did not prove itself within {GREETING_TIMEOUT_S:g} s")

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import math
 import socket
+import ssl
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -59,7 +60,11 @@ class Mesh:
         self._peers = peers
         self._metrics = metrics
         self._log = log
+        self._socket: socket.socket | None = None
         self._server: asyncio.Server | None = None
+        self._served_with: ssl.SSLContext | None = None
+        """The certificate that the listener shows."""
+        self._hello = lambda: handshake.hello(epoch, socket.gethostname(), f"baton {__version__}")
         self._dials: dict[str, _Dial] = {}
         self._links: dict[int, Link] = {}
         self._unproved: set[Link] = set()
@@ -81,14 +86,10 @@ class Mesh:
         """Listen, and try each of the others once, in ``timeout_s`` seconds at most. Raises OSError."""
         assert self._settings.listen is not None
         host, _, port = self._settings.listen.rpartition(":")
-        self._server = await asyncio.get_running_loop().create_server(
-            lambda: self._made(None),
-            host.strip("[]"),
-            int(port),
-            ssl=self._keys.server,
-            reuse_address=True,
-            backlog=_MOST_UNPROVED,
-        )
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host.strip("[]"), int(port)), family=family, backlog=_MOST_UNPROVED)
+        self._socket.setblocking(False)
+        await self._serve()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._peers.look()
@@ -101,13 +102,27 @@ class Mesh:
             tasks.create_task(self._peers.run())
             while True:
                 await asyncio.sleep(_LOOK_S)
+                if self._keys.server is not self._served_with:
+                    await self._serve()
                 self._look()
+
+    async def _serve(self) -> None:
+        """Take connections, with the certificate that the files hold now. No connection is refused at a change of it."""
+        assert self._socket is not None
+        before, self._served_with = self._server, self._keys.server
+        self._server = await asyncio.get_running_loop().create_server(
+            lambda: self._made(None), sock=self._socket.dup(), ssl=self._keys.server
+        )
+        if before is not None:
+            before.close()
 
     def close(self) -> None:
         """No connection any more; the others see it at once."""
         self._closed = True
         if self._server is not None:
             self._server.close()
+        if self._socket is not None:
+            self._socket.close()
         for dial in self._dials.values():
             if dial.task is not None:
                 dial.task.cancel()
@@ -192,10 +207,9 @@ class Mesh:
     # -- for the connections -----------------------------------------------------------------------------------------------
 
     def _made(self, address: str | None) -> Link:
-        own = handshake.hello(self._epoch, socket.gethostname(), f"baton {__version__}")
         link = Link(
             self,
-            own,
+            self._hello(),
             self._keys,
             address=address,
             bytes_per_s=self._settings.max_bytes_per_s,
