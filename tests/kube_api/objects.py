@@ -30,8 +30,8 @@ def pod(
             "namespace": namespace,
             "labels": {"app": "vllm", **({} if role is None else {"llm-d.ai/role": role}), **(labels or {})},
             "annotations": {"kubectl.kubernetes.io/last-applied-configuration": "{}", **(annotations or {})},
-            "ownerReferences": [{"kind": "ReplicaSet", "name": "vllm-5f"}],
-            "managedFields": [{"manager": "kubelet", "fieldsV1": {"f:status": {}}}],
+            "ownerReferences": [{"apiVersion": "apps/v1", "kind": "ReplicaSet", "name": "vllm-5f", "uid": "r"}],
+            "managedFields": [{"manager": "kubelet", "operation": "Update", "fieldsV1": {"f:status": {}}}],
         },
         "spec": {
             "nodeName": "node-1",
@@ -56,9 +56,21 @@ def pod(
                 {"type": "Ready", "status": "True" if ready else "False", "lastProbeTime": None},
             ],
             **({"podIP": ip, "podIPs": [{"ip": each} for each in (ips or [ip])]} if ip else {}),
-            "containerStatuses": [{"name": "vllm", "restartCount": restarts, "ready": ready, "state": {"running": {}}}],
-            "initContainerStatuses": [{"name": "download", "restartCount": 0}, {"name": "proxy", "restartCount": 0}],
+            "containerStatuses": [container("vllm", restarts, ready=ready)],
+            "initContainerStatuses": [container("download", 0), container("proxy", 0)],
         },
+    }
+
+
+def container(name: str, restarts: int, *, ready: bool = True) -> Object:
+    """Status of a container."""
+    return {
+        "name": name,
+        "image": "x",
+        "imageID": "sha256:0",
+        "ready": ready,
+        "restartCount": restarts,
+        "state": {"running": {"startedAt": "2026-01-01T00:00:00Z"}},
     }
 
 

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
 from typing import Any, Literal
 
 from aiohttp import web
@@ -23,6 +24,9 @@ from tests.kube_api.selectors import fields_match, labels_match
 Object = dict[str, Any]
 
 KINDS = {"pods": "Pod", "endpointslices": "EndpointSlice", "inferencepools": "InferencePool"}
+
+
+_BEGINNING = datetime(2026, 1, 1, tzinfo=UTC)
 
 
 @dataclass
@@ -131,7 +135,7 @@ class KubeApi:
         if before is None:
             self._uids[meta["name"]] += 1
             meta.setdefault("uid", f"uid-{meta['name']}-{self._uids[meta['name']]}")
-            meta.setdefault("creationTimestamp", f"2026-01-01T00:00:{self.version - 1000:06d}Z")
+            meta.setdefault("creationTimestamp", (_BEGINNING + timedelta(seconds=self.version)).strftime("%Y-%m-%dT%H:%M:%SZ"))
         else:
             meta.setdefault("uid", before["metadata"]["uid"])
             meta.setdefault("creationTimestamp", before["metadata"]["creationTimestamp"])
