@@ -141,6 +141,7 @@ async def test_nobody_who_can_be_reached_is_an_error_and_the_blocks_are_given_ba
     """Envoy answers by itself: it knows no worker at all."""
     mesh = Mesh(decode=1)
     mesh.hosts = []
+    mesh.decode[0].answer = status(404)  # to the release
     async with mesh:
         code, _, _ = await mesh.ask()
         assert code == 503
