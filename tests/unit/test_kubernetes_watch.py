@@ -14,11 +14,14 @@ from typing import Any
 
 import pytest
 
+from extproc.discovery.guarded import Guarded, Networks
 from extproc.discovery.kubernetes import api as api_module
 from extproc.discovery.kubernetes import reflector
 from extproc.discovery.kubernetes.access import Access, find, from_kubeconfig
 from extproc.discovery.kubernetes.settings import KubernetesWorkers, PodWorkers, PoolWorkers, ServiceWorkers
+from extproc.discovery.kubernetes.sources import sources_of
 from extproc.discovery.source import SourceError
+from extproc.routing.endpoint_spec import EndpointSet
 from tests.certificates import Authority, Pair
 from tests.kube_api.follower import Follower, discovery, until
 from tests.kube_api.objects import endpoint, old_pool, pod, pool, readiness, slice_of, terminating
@@ -550,6 +553,27 @@ async def test_one_entry_that_fails_does_not_hold_up_the_others(server: KubeApi)
         await until(lambda: "endpointslices.discovery.k8s.io" in str(follower.error))
         server.put("pods", pod("b", "10.0.0.2"))
         await follower.until("10.0.0.1", "10.0.0.2")
+
+
+async def test_what_a_failing_source_still_says_is_guarded_like_anything_that_it_says(server: KubeApi) -> None:
+    server.put("pods", pod("a", "10.0.0.1"))
+    server.put("pods", pod("b", "192.0.2.1"))
+    server.denied = {"watch pods"}
+    [source] = sources_of(
+        KubernetesWorkers(pods=[PodWorkers(selector="app=vllm")]), Access(server=server.url, namespace="default")
+    )
+    guarded = Guarded(source, Networks(["10.0.0.0/8"]), lambda _kind, _address, _why: None)
+    running = asyncio.create_task(guarded.run())
+    said: list[EndpointSet | None] = []
+    async with asyncio.timeout(20):
+        while not said:
+            try:
+                assert [spec.address for spec in (await guarded.look()).decode] == ["10.0.0.1:8000"]
+            except SourceError as error:
+                said.append(error.said)
+    running.cancel()
+    assert said[0] is not None
+    assert [spec.address for spec in said[0].decode] == ["10.0.0.1:8000"]
 
 
 # --- credentials ----------------------------------------------------------------------------------------------------------

@@ -187,6 +187,8 @@ def test_another_uid_or_a_restart_of_the_engine_is_another_life_and_a_restarted_
     [restarted] = specs(pod("a", "10.0.0.1", restarts=1))
     sidecar = pod("a", "10.0.0.1")
     sidecar["status"]["initContainerStatuses"][1]["restartCount"] = 7
+    sidecar["spec"]["containers"].append({"name": "exporter", "ports": [{"containerPort": 9400}]})
+    sidecar["status"]["containerStatuses"].append({"name": "exporter", "restartCount": 3})
     [beside] = specs(sidecar)
     other = pod("a", "10.0.0.1")
     other["metadata"]["uid"] = "u2"
