@@ -89,7 +89,8 @@ def treatment(method: str, path: str) -> Treatment:
     """``("POST", "/v1/completions?x=1")`` -> ``Treatment.COMPLETIONS``.
 
     Prefill and decode are taken apart only for the exact spelling: both legs must reach the same handler, and for any other
-    spelling that depends on the engine's router. Control endpoints are refused in every spelling.
+    spelling that depends on the engine's router. Control endpoints are refused in every spelling,
+    and so is CONNECT, whose body has no end.
     """
     exact = TABLE.get(path.partition("?")[0], Treatment.REFUSED)
     if exact.apart:
@@ -98,6 +99,8 @@ def treatment(method: str, path: str) -> Treatment:
         return exact if method == "GET" else Treatment.WHOLE
     if exact is Treatment.WHOLE:
         return exact
+    if method == "CONNECT":
+        return Treatment.REFUSED
     clean = normalise(path).lower()
     refused = TABLE.get(clean) is Treatment.REFUSED or any(clean.startswith(f"{prefix}/") for prefix in _REFUSED)
     return Treatment.REFUSED if refused else Treatment.WHOLE
