@@ -133,19 +133,26 @@ def up(
     )
 
 
-@app.command(epilog="Examples:  baton serve --config baton.yaml  ·  baton serve --config baton.yaml --processes 4")
+@app.command(
+    epilog="Examples:  baton serve --config baton.yaml  ·  baton serve --config baton.yaml --processes 4  ·  "
+    "baton serve --config baton.yaml --epp"
+)
 def serve(
     config: ConfigOption = Path("baton.yaml"),
     processes: Annotated[
         int | None,
         typer.Option(help="Processes that share the work, one core each, instead of `processes` of the configuration."),
     ] = None,
+    epp: Annotated[
+        bool,
+        typer.Option("--epp", help="Be an InferencePool's endpoint picker, as `epp.enabled` of the configuration says."),
+    ] = False,
     member: Annotated[str | None, typer.Option(hidden=True, help="What a parent tells one of its processes.")] = None,
 ) -> None:
     """Run the ext_proc filter until SIGTERM, then drain."""
     from extproc.observe.logs import make_logger, make_writer
 
-    settings = _with_processes(_load(config), processes)
+    settings = _as_picker(_with_processes(_load(config), processes), epp)
     among = None if member is None else _member(member)
     writer = make_writer(
         sys.stderr.fileno(), settings.log_format, colour=sys.stderr.isatty() if among is None else among.colour
@@ -178,6 +185,15 @@ def _with_processes(settings: Config, processes: int | None) -> Config:
         raise _fail(f"--processes: {error}") from None
 
 
+def _as_picker(settings: Config, wanted: bool) -> Config:
+    if not wanted or settings.epp.enabled:
+        return settings
+    try:
+        return msgspec.structs.replace(settings, epp=msgspec.structs.replace(settings.epp, enabled=True))
+    except ConfigError as error:
+        raise _fail(f"--epp: {error}") from None
+
+
 def _member(text: str) -> Member:
     from extproc.processes.member import Member
 
@@ -207,6 +223,12 @@ def check(config: ConfigOption = Path("baton.yaml")) -> None:
     if workers.kubernetes is not None:
         table.add_row("more workers from", "Kubernetes (`baton kubernetes workers` shows them)")
     table.add_row("ext_proc listens on", "\n".join(map(str, settings.listens)))
+    if settings.tls_mode != "none":
+        clients = "of one of its CAs" if settings.tls.client_ca_file is not None else "without certificates, too"
+        table.add_row("ext_proc speaks TLS", f"{settings.tls_mode}, with clients {clients}")
+    if settings.epp.enabled:
+        table.add_row("endpoint picker", "of an InferencePool")
+        table.add_row("gRPC health, metrics", f"{settings.epp.health_listen or '-'}, {settings.epp.metrics_listen or '-'}")
     table.add_row("prefill calls go", settings.prefill.via)
     table.add_row("admin", settings.admin)
     table.add_row("Envoy listens on", settings.envoy.listen)

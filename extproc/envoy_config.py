@@ -22,6 +22,7 @@ from envoy_data_plane.envoy.config.endpoint import v3 as endpoint
 from envoy_data_plane.envoy.config.listener import v3 as listener
 from envoy_data_plane.envoy.config.metrics import v3 as metrics
 from envoy_data_plane.envoy.config.overload import v3 as overload
+from envoy_data_plane.envoy.config.rbac import v3 as rbac_rules
 from envoy_data_plane.envoy.config.route import v3 as route
 from envoy_data_plane.envoy.config.trace import v3 as tracers
 from envoy_data_plane.envoy.extensions.access_loggers.filters.cel import v3 as cel
@@ -34,6 +35,7 @@ from envoy_data_plane.envoy.extensions.filters.http.composite import v3 as compo
 from envoy_data_plane.envoy.extensions.filters.http.ext_proc import v3 as ext_proc
 from envoy_data_plane.envoy.extensions.filters.http.header_to_metadata import v3 as header_to_metadata
 from envoy_data_plane.envoy.extensions.filters.http.lua import v3 as lua
+from envoy_data_plane.envoy.extensions.filters.http.rbac import v3 as rbac
 from envoy_data_plane.envoy.extensions.filters.http.router import v3 as router
 from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager import v3 as hcm
 from envoy_data_plane.envoy.extensions.http.early_header_mutation.header_mutation import v3 as early
@@ -110,6 +112,7 @@ _WORKER_IDLE_TIMEOUT = timedelta(seconds=4)
 # Longer, and an Envoy that starts before the filter would not even listen; it then says 503 by itself.
 _FIRST_ENDPOINTS_TIMEOUT = timedelta(seconds=2)
 _HEALTH_INTERVAL = timedelta(seconds=1)
+_EJECTION = timedelta(seconds=30)
 # A replica whose host is gone says nothing, not even that a connection is closed.
 _PINGS = core.KeepaliveSettings(interval=timedelta(seconds=5), timeout=timedelta(seconds=5))
 _EXTPROC_SLACK_S = 30.0
@@ -146,6 +149,14 @@ class _LocalReply:
 
 
 _INVALID, _SERVER = "invalid_request_error", "server_error"
+
+# The filter went away with the request, and nobody may serve it (_seen_only).
+_UNSEEN = _LocalReply(
+    "response.code_details.startsWith('rbac_access_denied')",
+    "filter_unavailable",
+    "The routing service is unavailable. Try again.",
+    _SERVER,
+)
 
 _LOCAL_REPLIES = (
     _LocalReply(
@@ -249,6 +260,7 @@ def _front(config: Config) -> listener.Listener:
             *([] if config.envoy.api_keys is None else envoy_api_keys.filters(config.envoy.api_keys)),
             _ext_proc_filter(config),
             *([_filter_down()] if _opens(config) else []),
+            *([_seen_only()] if _outlived(config) else []),
             *([_usage()] if _counts_tokens(config.envoy) else []),
             *([_watch_filter()] if config.watches else []),
             _router(),
@@ -260,6 +272,21 @@ def _front(config: Config) -> listener.Listener:
 def _opens(config: Config) -> bool:
     """Whether requests go on while no filter is there."""
     return config.envoy.filter_down == "round_robin"
+
+
+def _outlived(config: Config) -> bool:
+    """Whether an answer goes on when the filter dies under it. Then requests go on, too; those without a worker are refused."""
+    return config.envoy.body_mode == "buffered" and not _opens(config) and not config.routes.only
+
+
+def _seen_only() -> hcm.HttpFilter:
+    """Lets requests pass that the filter has named a worker for: clients cannot send this header."""
+    named = route.HeaderMatcher(name=DESTINATION_HEADER, present_match=True)
+    seen = rbac_rules.Policy(permissions=[rbac_rules.Permission(any=True)], principals=[rbac_rules.Principal(header=named)])
+    return _http_filter(
+        "envoy.filters.http.rbac",
+        rbac.Rbac(rules=rbac_rules.Rbac(action=rbac_rules.RbacAction.ALLOW, policies={"seen": seen})),
+    )
 
 
 def _strip_routing_headers(config: Config) -> core.TypedExtensionConfig:
@@ -276,7 +303,9 @@ def _local_replies() -> hcm.LocalReplyConfig:
         filter=_cel(f"response.code_details.startsWith('{FILTER_REPLY_DETAILS}')"),
         body_format_override=_json_text("%LOCAL_REPLY_BODY%"),
     )
-    return hcm.LocalReplyConfig(mappers=[own, *(_local_reply(row) for row in _LOCAL_REPLIES)])
+    unseen = _local_reply(_UNSEEN)
+    unseen.status_code = 503
+    return hcm.LocalReplyConfig(mappers=[own, unseen, *(_local_reply(row) for row in _LOCAL_REPLIES)])
 
 
 def _local_reply(row: _LocalReply) -> hcm.ResponseMapper:
@@ -374,7 +403,7 @@ def _ext_proc_filter(config: Config) -> hcm.HttpFilter:
         response_attributes=[] if config.envoy.pin == "exact" else [UPSTREAM_ATTRIBUTE],
         mutation_rules=_mutation_rules(config),
         allow_mode_override=True,
-        failure_mode_allow=_opens(config),
+        failure_mode_allow=_opens(config) or _outlived(config),
     )
     name = "envoy.filters.http.ext_proc"
     return _unless_unseen(_extension(name, made)) if config.unseen_answers else _http_filter(name, made)
@@ -714,7 +743,11 @@ def _least_request() -> cluster.LoadBalancingPolicy:
 
 
 def _dead_ones(count: int) -> cluster.OutlierDetection:
-    """Leave out who refuses a connection, before two health checks have failed: with nothing to do it would be chosen first."""
+    """Leave out who refuses a connection, before two health checks have failed: with nothing to do it would be chosen first.
+
+    A health check that goes well ends it. So it may be long, and must not be short: one that comes back before its checks have
+    failed is tried again, and Envoy 1.40 does not always leave it out a second time (seen in the real one).
+    """
     return cluster.OutlierDetection(
         split_external_local_origin_errors=True,
         consecutive_local_origin_failure=1,
@@ -722,8 +755,8 @@ def _dead_ones(count: int) -> cluster.OutlierDetection:
         enforcing_local_origin_success_rate=0,
         enforcing_success_rate=0,
         interval=_seconds(0.5),
-        base_ejection_time=_HEALTH_INTERVAL,
-        max_ejection_time=timedelta(seconds=5),
+        base_ejection_time=_EJECTION,
+        max_ejection_time=_EJECTION,
         max_ejection_percent=100 * (count - 1) // count,
     )
 

@@ -67,7 +67,8 @@ class Phase(Enum):
 _RESPONSE = (wire.ResponseHeaders, wire.ResponseBody, wire.ResponseTrailers)
 
 PHASES: dict[Phase, tuple[type[Any], ...]] = {
-    Phase.HEADERS: (wire.RequestHeaders,),
+    # An answer and no request: a filter before this one has answered it, and the mesh shows us the answer.
+    Phase.HEADERS: (wire.RequestHeaders, *_RESPONSE),
     # A response before the request is through is an answer of Envoy's own (413, 504): the request is over.
     Phase.BODY: (wire.RequestBody, wire.RequestTrailers, *_RESPONSE),
     Phase.QUEUE: _RESPONSE,

@@ -131,7 +131,8 @@ def _targets(target: str | list[Target]) -> list[Target]:
 def draw(name: str, weights: Mapping[str, float], key: str) -> str:
     """One of several (name -> weight, above 0), the same for the same ``key``.
 
-    Where weights change, no more keys move than must. ``name``: of what is drawn for, so that two draws for one key have nothing to do with each other.
+    Where weights change, no more keys move than must. ``name`` is that of what is drawn for, so that two draws for one key have
+    nothing to do with each other.
     """
     return min(weights, key=lambda each: _lot(name, each, weights[each], key))
 

@@ -71,6 +71,8 @@ class ResponseHeaders(msgspec.Struct, frozen=True):
     status: int
     served: str | None = None
     """``ip:port`` of the worker that Envoy sent the request to; None where it sent it to nobody, or does not say."""
+    answer_full_duplex: bool = False
+    """As :class:`RequestHeaders` has it. Only where the stream begins with this: another filter has answered the request."""
 
 
 class ResponseBody(msgspec.Struct, frozen=True):
@@ -149,7 +151,12 @@ def read_event(request: Any) -> Event:
     if kind == "request_body":
         return RequestBody(request.request_body.body, request.request_body.end_of_stream)
     if kind == "response_headers":
-        return ResponseHeaders(_status(request.response_headers.headers), _served(request))
+        first = request.HasField("protocol_config")
+        return ResponseHeaders(
+            _status(request.response_headers.headers),
+            _served(request),
+            answer_full_duplex=first and request.protocol_config.response_body_mode == _FULL_DUPLEX,
+        )
     if kind == "response_body":
         return ResponseBody(request.response_body.body, request.response_body.end_of_stream)
     simple = _SIMPLE_EVENTS.get(kind)
@@ -425,6 +432,8 @@ class Stream:
             self._full_duplex, self._answer_full_duplex = event.full_duplex, event.answer_full_duplex
         elif isinstance(event, RequestTrailers):
             self._trailers = True
+        elif isinstance(event, ResponseHeaders) and event.answer_full_duplex:
+            self._answer_full_duplex = True
         return event
 
     async def send(self, reply: bytes) -> None:

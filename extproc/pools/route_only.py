@@ -21,6 +21,7 @@ from extproc.pools.choice import pool_of
 class RouteFilter(Filter):
     """As its parent, up to the point where workers would be chosen."""
 
+    is_last = False
     watches_answers = False
 
     async def _serve_bodiless(self, journey: Journey, headers: dict[str, str], forbidden: tuple[str, ...]) -> None:
@@ -48,8 +49,6 @@ class RouteFilter(Filter):
                 deadline_s=parts.clock(),
             )
             asked = read() if record.body_bytes <= READ_AT_ONCE_BYTES else await asyncio.to_thread(read)
-            for name in asked.resolved.ignored_overrides:
-                parts.metrics.ignored_overrides.labels(name).inc()
             record.policy = asked.job.aims.policy
             sent, model, labels = asked.request, asked.job.model, asked.job.aims.decode_labels
         else:

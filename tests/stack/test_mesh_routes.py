@@ -6,6 +6,7 @@ The control planes themselves do not run here: :mod:`tests.stack.route_rules` tr
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import shutil
 import tempfile
@@ -73,10 +74,10 @@ class Mesh:
     async def __aexit__(self, *_: object) -> None:
         await self._parts.aclose()
 
-    async def baton(self, name: str, pools: list[str], **more: Any) -> None:
+    async def baton(self, name: str, of: list[str], **more: Any) -> None:
         """A filter with the workers of these pools. Its clusters in Envoy: those of its workers, and ``baton-<name>``."""
         (admin,) = free_ports(1)
-        workers = {role: [self.pools[pool].listed(role) for pool in pools] for role in ("prefill", "decode")}
+        workers = {role: [self.pools[pool].listed(role) for pool in of] for role in ("prefill", "decode")}
         tree: dict[str, Any] = {
             "listen": f"unix:{self.directory}/{name}.sock",
             "transport": TRANSPORT,
@@ -94,7 +95,7 @@ class Mesh:
             },
             **more,
         }
-        if pools:
+        if of:
             tree["workers"] = workers
         config = msgspec.convert(tree, Config)
         file = self.directory / f"{name}.yaml"
@@ -107,9 +108,9 @@ class Mesh:
         for cluster in self._tree["static_resources"]["clusters"]:
             if cluster["name"] == "extproc":
                 cluster["name"] = cluster["load_assignment"]["cluster_name"] = f"baton-{name}"
-            elif pools and not config.pools:
+            elif of and not config.pools:
                 cluster["eds_cluster_config"]["service_name"], cluster["name"] = cluster["name"], f"{cluster['name']}-{name}"
-            elif not pools:
+            elif not of:
                 continue
             self._clusters.append(cluster)
 
@@ -131,12 +132,12 @@ class Mesh:
         self._parts.push_async_callback(asyncio.to_thread, child.stop)
         await self._wait(child, f"http://127.0.0.1:{self.admin}/ready")
 
-    @property
-    def ext_proc(self) -> Any:
-        """The filter as the last Baton's own configuration has it."""
+    def ext_proc(self, cluster: str) -> Any:
+        """The filter as the last Baton's own configuration has it, for the one behind this cluster."""
         (front,) = (each for each in self._tree["static_resources"]["listeners"] if each["name"] == "front")
         found = front["filter_chains"][0]["filters"][0]["typed_config"]["http_filters"]
-        (made,) = (each for each in found if each["name"] == EXT_PROC)
+        (made,) = (json.loads(json.dumps(each)) for each in found if each["name"] == EXT_PROC)
+        made["typed_config"]["grpc_service"]["envoy_grpc"]["cluster_name"] = cluster
         return made
 
     async def _wait(self, child: Child, url: str) -> None:
@@ -159,8 +160,9 @@ class Mesh:
             pool.prefill.reset()
             pool.decode.reset()
         sent = {name.replace("_", "-"): value for name, value in headers.items()}
-        body = {"model": model, "prompt": prompt, "max_tokens": 5}
-        async with self.http.post(path, json=body, headers=sent) as response:
+        body = io.BytesIO(json.dumps({"model": model, "prompt": prompt, "max_tokens": 5}).encode())
+        sent["content-type"] = "application/json"
+        async with self.http.post(path, data=body, headers=sent) as response:
             answer = await response.read()
         served = [pool for pool in self.pools.values() if pool.decode.received]
         assert len(served) <= 1
@@ -198,8 +200,10 @@ async def still_there(mesh: Mesh) -> None:
             await asyncio.sleep(0.05)
 
 
-@pytest.mark.parametrize("body_mode", ["buffered", "full_duplex", "full_duplex_both"])
-@pytest.mark.parametrize("file", ["pools", "models"])
+@pytest.mark.parametrize(
+    ("file", "body_mode"),
+    [("pools", "buffered"), ("pools", "full_duplex"), ("pools", "full_duplex_both"), ("models", "full_duplex_both")],
+)
 async def test_istio_with_one_filter_chooses_the_service_by_the_pool_or_the_model_that_the_filter_says(
     file: str, body_mode: str
 ) -> None:
@@ -217,7 +221,7 @@ async def test_istio_with_one_filter_chooses_the_service_by_the_pool_or_the_mode
         }
         await mesh.baton("one", names, pools=pools, routes={"model_header": True}, envoy=settings)
         (document,) = documents(f"istio/routes/{file}.yaml", "VirtualService")
-        await mesh.envoy(of_virtual_service(document), mesh.ext_proc)
+        await mesh.envoy(of_virtual_service(document), mesh.ext_proc("baton-one"))
         await still_there(mesh)
         for model, pool in (("llama-7b", names[0]), ("qwen", names[1])):
             for spoofed in ({}, SPOOFED):
@@ -238,9 +242,7 @@ async def test_istio_with_a_filter_a_pool_chooses_the_filter_by_what_the_client_
         routes = with_filter_patches(of_virtual_service(document), json.loads(named_here(json.dumps(patch))))
         for route in routes:
             route["route"]["cluster"] = "decode-gold" if route["route"]["cluster"] == "decode-gold" else "decode-default"
-        made = mesh.ext_proc
-        made["typed_config"]["grpc_service"]["envoy_grpc"]["cluster_name"] = "baton-default"
-        await mesh.envoy(routes, made)
+        await mesh.envoy(routes, mesh.ext_proc("baton-default"))
         await still_there(mesh)
         assert (await mesh.ask("m"))[::2] == (200, "default")
         for headers in ({"x-tenant": "acme"}, {"x-tier": "platinum"}, {"x-baton-policy": "gold"}):
@@ -268,8 +270,7 @@ FULL_DUPLEX = {
 
 def picker(mesh: Mesh) -> Any:
     """The filter for endpoint pickers as Istio has it: off at the listener, and each route of a pool says whom to ask."""
-    made = json.loads(json.dumps(mesh.ext_proc))
-    made["typed_config"]["grpc_service"]["envoy_grpc"]["cluster_name"] = "baton-of-no-pool"
+    made = mesh.ext_proc("baton-of-no-pool")
     made["typed_config"]["processing_mode"] = {"request_header_mode": "SKIP", "response_header_mode": "SKIP"}
     made["typed_config"].pop("mutation_rules")
     return made
@@ -310,8 +311,9 @@ async def test_inference_pools_by_model_the_route_is_chosen_from_the_body_before
         drawn = {each: (await mesh.ask("mixed", x_session=f"s{each}"))[2] for each in range(16)}
         assert set(drawn.values()) == {"llama", "qwen"}
         assert drawn == {each: (await mesh.ask("mixed", x_session=f"s{each}"))[2] for each in range(16)}
-        status, _, served = await mesh.ask("gpt-oss", x_gateway_model_name="qwen")
-        assert (status, served) == (404, None)  # of no rule
+        status, answer, served = await mesh.ask("gpt-oss", x_gateway_model_name="qwen")
+        assert (status, served, error_of(answer)["code"]) == (404, None, "model_not_found")
+        assert "llama-7b" in error_of(answer)["message"]  # the picker of the rule for everything says so
         async with mesh.http.post("/v1/completions", data=b"{") as response:
             assert response.status == 415
         async with mesh.http.post("/v1/completions", data=b"{", headers={"content-type": "application/json"}) as response:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -296,3 +298,17 @@ def test_a_body_that_names_no_model_is_no_reason_to_refuse_what_is_no_prompt() -
     assert pinned.aims.decode_labels == {POOL_LABEL: "gold"}
     with pytest.raises(ApiError):
         parse_body(b"[]", Treatment.WHOLE)
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "routes.md").read_text()
+
+
+def test_every_example_of_the_page_can_be_loaded_and_the_wrong_one_is_refused_as_it_says() -> None:
+    good = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+    assert len(good) == 2
+    for text in good:
+        parse(text)
+    ((wrong, message),) = re.findall(r"```yaml no\n(.*?)```\n+```text\n(.*?)```", PAGE, re.DOTALL)
+    with pytest.raises(ConfigError) as refused:
+        parse(wrong, source="baton.yaml")
+    assert str(refused.value) == message.strip()

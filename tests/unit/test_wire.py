@@ -216,6 +216,20 @@ async def test_an_answer_in_pieces_ends_where_envoy_says_so() -> None:
     assert (streamed.body, streamed.end_of_stream) == (b"end", True)
 
 
+async def test_a_stream_may_begin_with_the_answer_of_another_filter() -> None:
+    begin = part("response_headers")
+    begin.protocol_config.response_body_mode = Mode.FULL_DUPLEX_STREAMED
+    call = Call(begin, part("response_body", b"no", last=True))
+    stream = wire.Stream(call)
+    event = await stream.receive()
+    assert isinstance(event, wire.ResponseHeaders) and event.answer_full_duplex
+    while event is not None:
+        event = await stream.pass_answer(event) or await stream.receive()
+    head, only = call.sent
+    assert head.WhichOneof("response") == "response_headers"
+    assert only.response_body.response.body_mutation.streamed_response.body == b"no"
+
+
 async def test_a_body_mode_that_is_not_spoken_is_refused_by_its_name() -> None:
     message = start()
     message.protocol_config.request_body_mode = Mode.BUFFERED_PARTIAL
