@@ -242,6 +242,15 @@ class Server:
             self._log.info(
                 "serving", version=__version__, listen=config.listen, admin=config.admin, prefill_via=config.prefill.via
             )
+            if config.epp.enabled or self._ring is not None:
+                epp = config.epp if config.epp.enabled else None
+                self._log.info(
+                    "gateway_ports",
+                    tls=config.tls_mode,
+                    client_certificates=config.tls.client_ca_file is not None,
+                    health=None if epp is None else epp.health_listen,
+                    metrics=None if epp is None else epp.metrics_listen,
+                )
             if self._lifeline is not None:
                 self._lifeline.serving()
             try:
@@ -339,7 +348,7 @@ class Server:
 
         try:
             ring = KeyRing(self._config.tls, from_files=mode == "files")
-        except (KeysError, OSError) as error:
+        except KeysError as error:
             raise ConfigError(f"tls: {error}") from None
         self._metrics.tls_expiry.set_function(lambda: ring.keys.expires_s)
         return ring

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from extproc.config import Config
+from extproc.config import Address, Config, Tls
 from extproc.headers import USAGE_KEY, WATCH_KEY
 from extproc.observe.access_log import AccessLog, Note
 from extproc.observe.client_metrics import InFlight
@@ -78,6 +78,7 @@ class Observer:
                 transport=config.transport,
                 told=self._on_sighting,
                 log=log,
+                tls=_watch_tls(config),
             )
             if config.watches
             else None
@@ -248,6 +249,13 @@ class Observer:
             "access_log": self.access_log.status(),
             "stream_watch": {"running": False, "why": "observe.sample is 0"} if self.watcher is None else self.watcher.status(),
         }
+
+
+def _watch_tls(config: Config) -> Tls | None:
+    """The process that watches is reached as the filter is; but on a Unix socket nobody listens in."""
+    if config.tls_mode == "none" or Address.parse(config.watch_listen).path:
+        return None
+    return msgspec.structs.replace(config.tls, mode=config.tls_mode)
 
 
 def _kind_of(tags: Tags) -> Tags:

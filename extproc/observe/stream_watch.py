@@ -10,7 +10,7 @@ import asyncio
 import os
 import sys
 import time
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
@@ -22,6 +22,10 @@ from extproc.observe.quantiles import Counts, bucket_of
 from extproc.observe.sighting import Sighting
 from extproc.transport.call import Call
 from extproc.transport.choose import Kind, make_server
+
+if TYPE_CHECKING:  # what they import is not needed in plaintext
+    from extproc.config import Tls
+    from extproc.tls.files import Followed
 
 SERVICE: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
 
@@ -121,28 +125,53 @@ def _tell(sighting: Sighting) -> None:
         return
 
 
-async def watch_streams(listen: str, max_streams: int, transport: Kind) -> None:
-    """Serve until standard input ends. Raises RuntimeError if the address cannot be used."""
+async def watch_streams(listen: str, max_streams: int, transport: Kind, tls: Tls | None = None) -> None:
+    """Serve until standard input ends; ``tls``: None is plaintext. Raises RuntimeError if the address cannot be used,
+    KeysError."""
     os.set_blocking(sys.stdout.fileno(), False)
     server = make_server(transport, max_message_bytes=_MESSAGE_BYTES, max_streams=max_streams + _SPARE_STREAMS)
     server.serve(f"/{SERVICE}/Process", _serve)
-    server.add_insecure_port(listen)
+    following = None
+    if tls is None:
+        server.add_insecure_port(listen)
+    else:
+        from extproc.transport.tls.ring import KeyRing
+
+        ring = KeyRing(tls, from_files=tls.mode == "files")
+        server.add_secure_port(listen, ring)
+        following = asyncio.create_task(_follow(ring.followed()))
     await server.start()
     over = asyncio.Event()
     stdin = sys.stdin.fileno()
     asyncio.get_running_loop().add_reader(stdin, lambda: None if os.read(stdin, 64) else over.set())
     await over.wait()
+    if following is not None:
+        following.cancel()
     await server.stop(_GRACE_S)
 
 
+async def _follow(keys: Followed) -> None:
+    """Use new certificates. What is wrong with them the filter says, which reads the same files."""
+    from extproc.tls.files import POLL_S
+
+    while True:
+        await asyncio.sleep(POLL_S)
+        await asyncio.to_thread(keys.look)
+
+
 def main() -> None:
-    """``python -m extproc.observe.stream_watch LISTEN MAX_STREAMS TRANSPORT``; started by the filter, not by people."""
+    """``python -m extproc.observe.stream_watch LISTEN MAX_STREAMS TRANSPORT [TLS]``; started by the filter, not by people."""
     import uvloop
 
-    listen, max_streams, transport = sys.argv[1:]
+    listen, max_streams, transport, *more = sys.argv[1:]
+    tls = None
+    if more:
+        from extproc.config import Tls
+
+        tls = msgspec.json.decode(more[0], type=Tls)
     try:
-        uvloop.run(watch_streams(listen, int(max_streams), "lean" if transport == "lean" else "grpc"))
-    except RuntimeError as error:
+        uvloop.run(watch_streams(listen, int(max_streams), "lean" if transport == "lean" else "grpc", tls))
+    except (RuntimeError, ValueError) as error:
         sys.exit(f"observe.listen: {listen}: {error}")
 
 

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import msgspec
 
+from extproc.config import Tls
 from extproc.observe.logs import Logger
 from extproc.observe.sighting import Sighting
 from extproc.transport.choose import Kind
@@ -26,9 +27,18 @@ class Watcher:
     """Runs the process, starts it again if it dies, and hands on what it says."""
 
     def __init__(
-        self, listen: str, *, max_streams: int, transport: Kind, told: Callable[[Sighting], None], log: Logger
+        self,
+        listen: str,
+        *,
+        max_streams: int,
+        transport: Kind,
+        told: Callable[[Sighting], None],
+        log: Logger,
+        tls: Tls | None = None,
     ) -> None:
+        """``tls``: what Envoy is to meet there, with its mode given; None: plaintext."""
         self._listen = listen
+        self._tls = tls
         self._transport = transport
         self._max_streams = max_streams
         self._told = told
@@ -99,7 +109,9 @@ class Watcher:
         return status
 
     def _start(self) -> subprocess.Popen[bytes]:
-        module = ("-m", "extproc.observe.stream_watch", self._listen, str(self._max_streams), self._transport)
+        module: tuple[str, ...] = ("-m", "extproc.observe.stream_watch", self._listen, str(self._max_streams), self._transport)
+        if self._tls is not None:
+            module = (*module, msgspec.json.encode(self._tls).decode())
         return subprocess.Popen(
             (sys.executable, *module),
             stdin=subprocess.PIPE,

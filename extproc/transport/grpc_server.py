@@ -80,7 +80,9 @@ class GrpcServer:
             return _certificates(shown)
 
         credentials = grpc.dynamic_ssl_server_credentials(
-            _certificates(shown), newer, require_client_authentication=ring.wants_client_certificates
+            _certificates(shown),
+            newer,  # type: ignore[arg-type]  # the stubs forget that it may say None
+            require_client_authentication=ring.wants_client_certificates,
         )
         return int(self._server.add_secure_port(address, credentials))
 

@@ -62,8 +62,8 @@ class Keys(msgspec.Struct, frozen=True):
 
 
 def read(cert_file: str, key_file: str, client_ca_file: str | None, *, now: Callable[[], datetime] | None = None) -> Keys:
-    """What the files say. Raises KeysError, OSError."""
-    chain_pem, key_pem = read_bounded(cert_file, _MOST_BYTES), read_bounded(key_file, _MOST_BYTES)
+    """What the files say. Raises KeysError."""
+    chain_pem, key_pem = _read(cert_file), _read(key_file)
     certificate = _certificates(cert_file, chain_pem)[0]
     try:
         key = load_pem_private_key(key_pem, None)
@@ -71,8 +71,10 @@ def read(cert_file: str, key_file: str, client_ca_file: str | None, *, now: Call
         raise KeysError(f"{key_file}: the key is encrypted, and nobody is there to give a password") from None
     except ValueError:
         raise KeysError(f"{key_file}: it holds no private key in PEM") from None
-    shapes = [each.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo) for each in _public(certificate, key)]
-    if shapes[0] != shapes[1]:
+    of_certificate, of_key = (
+        each.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo) for each in (certificate, key)
+    )
+    if of_certificate != of_key:
         raise KeysError(f"{key_file}: it is not the key of the certificate in {cert_file}")
     at = datetime.now(UTC) if now is None else now()
     if at > certificate.not_valid_after_utc:
@@ -85,12 +87,19 @@ def read(cert_file: str, key_file: str, client_ca_file: str | None, *, now: Call
 
 
 def read_client_ca(path: str | None) -> bytes | None:
-    """Certificates of the CAs that clients must come from. Raises KeysError, OSError."""
+    """Certificates of the CAs that clients must come from. Raises KeysError."""
     if path is None:
         return None
-    raw = read_bounded(path, _MOST_BYTES)
+    raw = _read(path)
     # What else may stand in such a file is for people.
     return b"".join(each.public_bytes(Encoding.PEM) for each in _certificates(path, raw))
+
+
+def _read(path: str) -> bytes:
+    try:
+        return read_bounded(path, _MOST_BYTES)
+    except OSError as error:
+        raise KeysError(f"{path}: {error.strerror or error}") from None
 
 
 def _certificates(path: str, raw: bytes) -> list[x509.Certificate]:
@@ -98,10 +107,6 @@ def _certificates(path: str, raw: bytes) -> list[x509.Certificate]:
         return x509.load_pem_x509_certificates(raw)
     except ValueError:
         raise KeysError(f"{path}: it holds no certificate in PEM") from None
-
-
-def _public(certificate: x509.Certificate, key: object) -> tuple[object, object]:
-    return certificate.public_key(), key.public_key()  # type: ignore[attr-defined]  # every private key has one
 
 
 @contextmanager

@@ -15,7 +15,7 @@ class KeyRing:
     """Keys, and another set once the files have changed. What cannot be used changes nothing."""
 
     def __init__(self, settings: Tls, *, from_files: bool) -> None:
-        """``from_files``: the certificate is one of files; else it is made here. Raises KeysError, OSError."""
+        """``from_files``: the certificate is one of files; else it is made here. Raises KeysError."""
         self._settings = settings
         self._made = None if from_files else self_signed.make()
         self.handshake_timeout_s = settings.handshake_timeout_s
@@ -27,7 +27,7 @@ class KeyRing:
         return self._settings.client_ca_file is not None
 
     def load(self) -> None:
-        """Read the files, and use what they say from the next connection on. Raises KeysError, OSError."""
+        """Read the files, and use what they say from the next connection on. Raises KeysError."""
         found = self._read()
         context = found.context()
         self.keys: Keys = found
