@@ -261,7 +261,8 @@ class Metrics:
         )
         self.kubernetes_requests = make.counter(
             "baton_kubernetes_requests",
-            "Requests to the API server of Kubernetes, by `list` or `watch`; one that breaks off after it began counts twice",
+            "Requests to the API server of Kubernetes (`list`, `watch`; one that breaks off after it began counts twice), and "
+            "objects that were not what they should be and are left out (`object`)",
             ["verb", "outcome"],
             watch="`forbidden` and `unauthorized`: rights or the token are not what they should be; a steady rate of `gone`",
         )

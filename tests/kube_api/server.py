@@ -92,6 +92,8 @@ class KubeApi:
         """So many continue tokens have expired when they come."""
         self.denied: set[str] = set()
         """Resources, or ``verb resource``, that nobody may have."""
+        self.endless = False
+        """Lists have another page, an empty one, again and again."""
         self.garbage: bytes | None = None
         """The answer of the next list."""
 
@@ -262,6 +264,8 @@ class KubeApi:
         if self.garbage is not None:
             raw, self.garbage = self.garbage, None
             return web.Response(body=raw, content_type="application/json")
+        if self.endless:
+            return web.json_response({"metadata": {"resourceVersion": "1", "continue": "more"}, "items": []})
         token = request.query.get("continue")
         if token is None:
             found = [each for (of, _, _), each in sorted(self._objects.items()) if of == resource and matches(each)]

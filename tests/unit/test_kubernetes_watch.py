@@ -78,7 +78,7 @@ async def test_a_request_says_what_is_wanted_and_no_more(server: KubeApi) -> Non
         await follower.until("10.0.0.1")
         await until(lambda: server.watching == 1)
     listed, watched = server.asked
-    assert listed.query == {"labelSelector": "app=vllm", "fieldSelector": "status.phase=Running", "limit": "250"}
+    assert listed.query == {"labelSelector": "app=vllm", "fieldSelector": "status.phase=Running", "limit": "100"}
     assert 180 <= int(watched.query.pop("timeoutSeconds")) <= 300
     assert watched.query == {
         "labelSelector": "app=vllm",
@@ -113,7 +113,7 @@ async def test_pages_that_expire_are_listed_again_and_at_last_whole(server: Kube
         server.put("pods", pod(f"q{index}", f"10.1.{index // 256}.{index % 256}"))
     async with following(server) as follower:
         await until(lambda: len(follower.addresses) == 304)
-        assert [each.query.get("limit") for each in server.asked if each.verb == "list"] == ["250"] * 6 + [None]
+        assert [each.query.get("limit") for each in server.asked if each.verb == "list"] == ["100"] * 6 + [None]
 
 
 async def test_a_watch_that_ends_goes_on_where_it_was_and_a_bookmark_keeps_that_young(server: KubeApi) -> None:
@@ -380,7 +380,7 @@ async def test_a_list_that_is_none_changes_nothing(server: KubeApi, raw: bytes) 
         server.garbage = raw
         server.forget_history()
         server.error_event(410, "Expired")
-        await until(lambda: "a list of pods in namespace default is none" in str(follower.error))
+        await until(lambda: "a list of pods in namespace default" in str(follower.error))
         assert follower.addresses == {"10.0.0.1:8000"}
         await until(lambda: follower.error is None)
 
@@ -399,6 +399,7 @@ async def test_one_object_that_is_not_what_it_should_be_hides_no_other(server: K
         server.put("pods", pod("b", "10.0.0.2"))
         await follower.until("10.0.0.1", "10.0.0.2")
         assert server.count("watch") == 1
+        assert follower.requests.count(("object", "unreadable")) == 3
 
 
 async def test_a_line_that_is_no_event_is_begun_again_after(server: KubeApi) -> None:
@@ -433,8 +434,8 @@ async def test_pages_that_are_too_large_are_asked_for_smaller_and_an_object_that
     async with following(server) as follower:
         await until(lambda: len(follower.addresses) == 40)
         limits = [each.query["limit"] for each in server.asked if each.verb == "list"]
-        assert limits[:3] == ["250", "31", "3"]
-        assert set(limits[3:]) == {"3"}
+        assert limits[:3] == ["100", "12", "1"]
+        assert set(limits[3:]) == {"1"}
         server.put("pods", pod("huge", "10.0.0.99", annotations={"padding": "x" * 100_000}))
         server.forget_history()
         server.error_event(410, "Expired")
@@ -451,6 +452,14 @@ async def test_a_selector_that_matches_a_whole_cluster_is_refused(server: KubeAp
     async with following(server) as follower:
         await until(lambda: "more than 5 pods in namespace default match" in str(follower.error))
         assert follower.addresses == set()
+
+
+async def test_pages_without_end_are_refused(server: KubeApi, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reflector, "MAX_OBJECTS", 50)
+    server.put("pods", pod("a", "10.0.0.1"))
+    server.endless = True
+    async with following(server) as follower:
+        await until(lambda: "more than 50 pods in namespace default match" in str(follower.error))
 
 
 # --- InferencePool and Service --------------------------------------------------------------------------------------------

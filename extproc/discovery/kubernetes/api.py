@@ -119,10 +119,12 @@ class Api:
     def __init__(
         self, access: Access, *, request_timeout_s: float, on_request: Callable[[str, str], None] = lambda _verb, _outcome: None
     ) -> None:
-        """``on_request(verb, outcome)`` is called for each request when its answer begins, and again if that goes wrong."""
+        """``on_request(verb, outcome)`` is called for each request when its answer begins, and again if that goes wrong; with the
+        verb `object`, for each one that could not be read."""
         self._access = access
         self._request_timeout_s = request_timeout_s
-        self._on_request = on_request
+        self.count = on_request
+        """Counts what became of a request, or of an object in an answer."""
         self._tls: tuple[object, ssl.SSLContext | bool] | None = None
 
     async def __aenter__(self) -> Api:
@@ -207,13 +209,13 @@ class Api:
             async with response:
                 if response.status != 200:
                     raise await _refusal(response, verb, what)
-                self._on_request(verb, "ok")
+                self.count(verb, "ok")
                 yield response
         except ApiError as error:
-            self._on_request(verb, error.outcome)
+            self.count(verb, error.outcome)
             raise
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            self._on_request(verb, "unreachable")
+            self.count(verb, "unreachable")
             why = str(error) or type(error).__name__
             raise ApiError("unreachable", f"{verb} of {what} at {self._access.server}: {why}") from error
 

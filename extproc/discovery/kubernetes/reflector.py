@@ -11,7 +11,7 @@ import asyncio
 import random
 import time
 from collections.abc import Callable
-from typing import Final, Generic, NoReturn, TypeVar
+from typing import Final, Generic, NoReturn, Protocol, TypeVar
 
 import msgspec
 
@@ -20,7 +20,7 @@ from extproc.discovery.kubernetes.objects import Named
 
 MAX_OBJECTS: Final = 5_000
 """Of one collection."""
-PAGE: Final = 250
+PAGE: Final = 100
 """Objects of a page, to begin with."""
 
 _SMALLER = 8
@@ -33,7 +33,17 @@ _SHORT_S = 1.0
 _FAILURES_BEFORE_LIST = 3
 """Watches that fail in a row although the server answers: the version may be what it cannot serve."""
 
-T = TypeVar("T")
+_AT_ONCE = 20
+"""Objects that are read before others get their turn: requests do not wait for a list."""
+
+
+class _Kept(Protocol):
+    @property
+    def name(self) -> str:
+        """Of the object."""
+
+
+T = TypeVar("T", bound=_Kept)
 
 _named = msgspec.json.Decoder(Named)
 
@@ -86,7 +96,7 @@ class Reflector(Generic[T]):
         self.fault: str | None = None
         """Why what is known may be old."""
         self.unreadable = 0
-        """Objects that could not be read, so far."""
+        """Objects that could not be read and were left out, so far."""
         self._api = api
         self._what = what
         self._keep = keep
@@ -160,13 +170,18 @@ class Reflector(Generic[T]):
                     raise
                 self._page = limit = max(1, (limit or PAGE) // _SMALLER)
                 continue
-            for raw in page.items or ():
-                seen += 1
+            items = page.items or []
+            for index, raw in enumerate(items, 1):
                 self._take(found, raw)
+                if index % _AT_ONCE == 0:
+                    await asyncio.sleep(0)
+            seen += len(items) or 1  # nor may there be empty pages without end
             if seen > MAX_OBJECTS:
                 raise ApiError("too_large", f"more than {MAX_OBJECTS} {self._what} match; a narrower selector is needed")
             token = page.metadata.continue_
             if not token:
+                if not page.metadata.resource_version:
+                    raise ApiError("error", f"a list of {self._what} has no version")
                 return found, page.metadata.resource_version
 
     # -- watch -------------------------------------------------------------------------------------------------------------
@@ -208,15 +223,14 @@ class Reflector(Generic[T]):
     def _take(self, into: dict[str, T], raw: msgspec.Raw) -> bool:
         """Whether that changes anything."""
         try:
-            name = _name(raw)
             kept = self._keep(raw)
         except msgspec.MsgspecError:
             # One object that is not what its kind should be must not hide the others.
-            self.unreadable += 1
+            self._left_out()
             return False
-        if into.get(name) == kept:
+        if into.get(kept.name) == kept:
             return False
-        into[name] = kept
+        into[kept.name] = kept
         return True
 
     def _drop(self, raw: msgspec.Raw) -> bool:
@@ -224,8 +238,12 @@ class Reflector(Generic[T]):
         try:
             return self.items.pop(_name(raw), None) is not None
         except msgspec.MsgspecError:
-            self.unreadable += 1
+            self._left_out()
             return False
+
+    def _left_out(self) -> None:
+        self.unreadable += 1
+        self._api.count("object", "unreadable")
 
 
 def _name(raw: msgspec.Raw) -> str:
