@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.chaos.run import Report, run
+from tests.stack.harness import BODY_MODE
 
 
 def table(report: Report) -> Table:
@@ -39,9 +40,17 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--requests", type=int, default=3000)
     parser.add_argument("--minutes", type=float, default=1.5)
+    parser.add_argument("--body-mode", choices=("buffered", "full_duplex", "full_duplex_both"), default=BODY_MODE)
     parser.add_argument("--log", type=Path, help="write the filter's log here")
     arguments = parser.parse_args()
-    report = asyncio.run(run(arguments.seed, requests=arguments.requests, seconds=arguments.minutes * 60))
+    report = asyncio.run(
+        run(
+            arguments.seed,
+            requests=arguments.requests,
+            seconds=arguments.minutes * 60,
+            body_mode=arguments.body_mode,
+        )
+    )
     if arguments.log:
         arguments.log.write_text(report.log, encoding="utf-8")
     Console(width=120, markup=False, highlight=False).print(table(report))
@@ -49,6 +58,7 @@ def main() -> int:
         print(f"PROBLEM {problem}")
     if report.problems:
         again = f"--seed {arguments.seed} --requests {arguments.requests} --minutes {arguments.minutes:g}"
+        again += f" --body-mode {arguments.body_mode}"
         print(f"{len(report.problems)} problems; the same plan again: python -m tests.chaos {again}")
         return 1
     print(f"seed {arguments.seed}: nothing wrong")

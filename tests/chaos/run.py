@@ -13,6 +13,7 @@ from tests.chaos import judge, plan
 from tests.chaos.judge import Outcome, ProblemError
 from tests.chaos.plan import Request
 from tests.chaos.world import HUNG_S, LEASE_S, World, prompt_of
+from tests.stack.harness import BODY_MODE
 
 PREFILL, DECODE = 3, 3
 _CALM = 60
@@ -101,8 +102,8 @@ class Clients:
                     return
 
 
-async def run(seed: int, *, requests: int, seconds: float, quiet: bool = False) -> Report:
-    """Carry out the plan of a seed."""
+async def run(seed: int, *, requests: int, seconds: float, quiet: bool = False, body_mode: str = BODY_MODE) -> Report:
+    """Carry out the plan of a seed. ``body_mode``: how Envoy shows bodies to the filter (``envoy.body_mode``)."""
     report = Report(seed)
     made = plan.make(seed, requests=requests, duration_s=seconds, prefill=PREFILL, decode=DECODE)
     settings = {
@@ -111,7 +112,8 @@ async def run(seed: int, *, requests: int, seconds: float, quiet: bool = False) 
             "tokenise_once": seed % 4 < 2,
             # Without one, a handoff that is read after its lease is not cut short by a timeout of the call.
             "attempt_timeout_s": (1.0, 1.0, None)[seed % 3],
-        }
+        },
+        "envoy": {"body_mode": body_mode},
     }
     began = time.monotonic()
     async with World(PREFILL, DECODE, settings) as world:
