@@ -220,13 +220,9 @@ class Scales:
         stuck, warmest = ticket.stuck, ticket.warmest
         if stuck is None or warmest is None or now_s >= stuck.until_s:
             return False
-        view = self.view(ticket.job, now_s)
-        # Wherever it would be best off now: it goes to one of these.
-        best = view.idlest, *warmest.endpoints
-        if stuck.blocked_by == "prefill" and not view.prefill_has_room(best, warmest.uncached_tokens):
-            return True
         if sum([each.prefill.version for each in warmest.endpoints]) != stuck.version:
             return False
+        view = self.view(ticket.job, now_s)
         if view.idlest_backlog_s > 0.0 and now_s + view.idlest_backlog_s < stuck.idlest_free_s:
             return False
         if view.idlest_backlog_s <= 0.0 and stuck.idlest_free_s > now_s:
@@ -302,7 +298,6 @@ class View:
     __slots__ = (
         "_costs",
         "_decodes",
-        "_free_tokens",
         "_late_at",
         "_no_room_for_tokens",
         "_now_s",
@@ -330,8 +325,6 @@ class View:
         self.transfer_s_per_byte = costs.transfer_rate(decodes[0]).seconds(1.0)
         self._late_at: set[str] | None = None
         self._no_room_for_tokens = math.inf
-        self._free_tokens: dict[str, float] = {}
-        """Of prefill workers that were asked for: what they would take beside what they have."""
         self._decodes = decodes
         self._costs = costs
         self._now_s = now_s
@@ -352,19 +345,6 @@ class View:
             for each in self._able_decodes()
             if not each.decode.claims and each.prefill.busy_until_s <= now_s and costs.sequences(each, now_s) < 1
         ]
-
-    def prefill_has_room(self, endpoints: Iterable[Endpoint], tokens: int) -> bool:
-        """Whether one of these prefill workers can take a prompt of which it has to compute so many tokens."""
-        free = self._free_tokens
-        for each in endpoints:
-            found = free.get(each.address)
-            if found is None:
-                outstanding = self._costs.outstanding_tokens(each, self._now_s)
-                # One that has nothing to do takes a prompt of any length.
-                found = free[each.address] = math.inf if outstanding <= 0 else self._costs.room_tokens(each) - outstanding
-            if tokens <= found:
-                return True
-        return False
 
     def decode_has_room(self, job: Job) -> bool:
         """Whether some decode worker can take it."""
