@@ -107,9 +107,13 @@ _COMMENTS: Mapping[str, str] = {
     ),
     "response_attributes": "Which worker was connected to: with this pin, the load balancer does not say.",
     "extension_config.typed_config.failure_mode_allow": (
-        "A request that the filter cannot be asked about goes on. The Lua filter behind it says how far "
-        "(`envoy.filter_down: round_robin`); `http.front.ext_proc.failure_mode_allowed` counts them."
+        "An answer goes on when the filter dies under it. So does a request that it cannot be asked about: the next filter "
+        "says how far. `http.front.ext_proc.failure_mode_allowed` counts them."
     ),
+    "http_filters.envoy.filters.http.rbac": (
+        "A request that the filter has chosen a worker for passes; any other one is 503. Clients cannot send this header."
+    ),
+    "http2_protocol_options.connection_keepalive": "A replica whose host is gone says nothing: so its connections end.",
     "filters.http.lua": (
         "A request that the filter has chosen a worker for passes. Any other one, because the filter is away, goes on only if "
         "it is a prompt whose body cannot hold KV-transfer keys, however they might be spelt; it is marked, and the next "

@@ -146,6 +146,7 @@ def test_every_comment_finds_its_setting() -> None:
         (Envoy(stats_listen="[::]:9902"), 1),
         (Envoy(pin="original_dst"), 2),
         (Envoy(filter_down="round_robin"), 1),
+        (Envoy(filters=["10.0.0.1:9002", "10.0.0.2:9002"]), 1),
     ):
         made = build(change(envoy=settings, tracing=tracing, processes=processes)).to_dict(casing=betterproto2.Casing.SNAKE)
         unused = dict(envoy_yaml._COMMENTS)
@@ -337,9 +338,16 @@ def test_good_answers_of_marked_requests_are_not_shown_where_the_log_tells_of_th
 
 
 def test_request_never_bypasses_the_filter() -> None:
+    for mode in ("full_duplex", "full_duplex_both"):
+        assert "failure_mode_allow" not in ext_proc(change(envoy=Envoy(body_mode=mode)))
     filter_ = ext_proc()
-    assert "failure_mode_allow" not in filter_
     assert filter_["status_on_error"]["code"] == "ServiceUnavailable"
+    # An answer outlives the filter; a request that it has not named a worker for is refused by the next in the chain.
+    assert filter_["failure_mode_allow"] is True
+    behind = manager("front")["http_filters"][1]["typed_config"]
+    [policy] = behind["rules"]["policies"].values()
+    assert behind["rules"].get("action", "ALLOW") == "ALLOW"
+    assert policy["principals"] == [{"header": {"name": DESTINATION_HEADER, "present_match": True}}]
     assert route("front")["match"] == {"prefix": "/"}
     assert "typed_per_filter_config" not in route("front")
 
@@ -419,6 +427,7 @@ def test_only_the_filter_can_name_the_decode_worker() -> None:
     }
     assert [item["name"] for item in manager("front")["http_filters"]] == [
         "envoy.filters.http.ext_proc",
+        "envoy.filters.http.rbac",
         "envoy.filters.http.composite.stream_tokens",
         "envoy.filters.http.composite.watch",
         "envoy.filters.http.router",
@@ -553,6 +562,7 @@ def test_envoy_errors_are_shaped_like_openai() -> None:
         codes[expression] = (error["type"], error["code"])
     assert codes == {
         "response.code == 504 && response.code_details.startsWith('ext_proc')": ("server_error", "timeout"),
+        "response.code_details.startsWith('rbac_access_denied')": ("server_error", "filter_unavailable"),
         "response.code == 503 && response.flags == 0": ("server_error", "filter_unavailable"),
         "response.code == 404": ("invalid_request_error", "not_found"),
         "response.code == 408": ("invalid_request_error", "timeout"),
@@ -617,7 +627,7 @@ def filters(config: Config) -> list[str]:
 def test_everything_that_observes_can_be_switched_off() -> None:
     off = change(envoy=Envoy(stats=False, access_log=False), observe=Observe(sample=0))
     assert list(logs(off)) == ["stdout"]
-    assert filters(off) == ["ext_proc", "router"]
+    assert filters(off) == ["ext_proc", "rbac", "router"]
     assert [item["name"] for item in tree(off)["static_resources"]["clusters"]] == ["decode", "prefill", "extproc"]
     without_tokens = change(envoy=Envoy(stream_tokens=False))
     assert "composite.stream_tokens" not in filters(without_tokens)
