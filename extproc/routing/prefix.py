@@ -13,11 +13,11 @@ _STRIDE = 8
 """Every so many blocks of a prompt, the first one included, it is noted who holds that block: where many do, those that hold
 most are found by that."""
 
-_BLOCK_BYTES, _RUN_BYTES = 30, 600
+_BLOCK_BYTES, _RUN_BYTES = 30, 680
 """What a block in a long run takes, and a run by itself: measured with bench.prefix_index."""
 
 _BYTES_A_BLOCK = 250
-_LEAST_BYTES = 128 << 20
+_LEAST_BYTES = 160 << 20
 """An index may take so many bytes for each block of its limit, but always so many: a limit of few blocks costs little."""
 
 _FEW = 64
@@ -113,7 +113,7 @@ class PrefixIndex:
 
     def __init__(self, max_blocks: int) -> None:
         """``max_blocks`` limits the entries, one for each block and endpoint, and by that the memory: 250 bytes for each, or
-        128 MiB if that is more. Blocks of prompts that have but one or two take more than that, so fewer of them are kept.
+        160 MiB if that is more. Blocks of prompts that have but one or two take more than that, so fewer of them are kept.
         Raises ValueError below 1.
         """
         if max_blocks < 1:

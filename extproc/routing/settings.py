@@ -59,7 +59,7 @@ class Routing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Tokens of a block of the prefix index."""
     index_blocks: int = 1_000_000
     """Blocks that the prefix index remembers, all workers together: about 30 bytes each in long prompts. Where prompts have but
-    a block or two, as many as fit into 250 bytes for each of this number, or into 128 MiB if that is more."""
+    a block or two, as many as fit into 250 bytes for each of this number, or into 160 MiB if that is more."""
     worker_kv_tokens: int = 1_000_000
     """KV cache of a worker that does not report its size."""
     worker_max_seqs: int = 256
