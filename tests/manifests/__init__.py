@@ -1,0 +1,1 @@
+"""What is applied to a cluster: rendered as Helm renders it, and judged without a cluster."""
