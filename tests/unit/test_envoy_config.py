@@ -27,6 +27,7 @@ from extproc.headers import (
     ROUTING_HEADERS,
 )
 from extproc.policy_config import PolicyRule
+from extproc.pools.settings import PoolRule
 from extproc.stack import find_envoy
 from extproc.xds import write_endpoints
 
@@ -148,7 +149,9 @@ def test_every_comment_finds_its_setting() -> None:
         (Envoy(filter_down="round_robin"), 1),
         (Envoy(filters=["10.0.0.1:9002", "10.0.0.2:9002"]), 1),
     ):
-        made = build(change(envoy=settings, tracing=tracing, processes=processes)).to_dict(casing=betterproto2.Casing.SNAKE)
+        pools = [] if settings.filter_down == "round_robin" else [PoolRule(name="one", models=["m"])]
+        config = change(envoy=settings, tracing=tracing, processes=processes, pools=pools)
+        made = build(config).to_dict(casing=betterproto2.Casing.SNAKE)
         unused = dict(envoy_yaml._COMMENTS)
         list(envoy_yaml._emit(made, 0, "", unused))
         left = {path: text for path, text in left.items() if path in unused}
