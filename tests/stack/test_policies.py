@@ -210,7 +210,7 @@ async def test_the_ledger_is_empty_when_all_is_over(stack: Stack) -> None:
             for name, value in (await stack.metrics()).items()
             if name.startswith(("baton_endpoint_in_flight", "baton_endpoint_tokens", "baton_queue_"))
             and "_bucket" not in name
-            and "wait" not in name
+            and not name.startswith(("baton_queue_wait", "baton_queue_position"))
         ):
             await asyncio.sleep(0.05)
 
