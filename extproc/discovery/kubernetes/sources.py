@@ -135,8 +135,6 @@ class Pool(Watched):
         self._pool: InferencePool | None = None
         """As it was last of use."""
         self._pods: Reflector[Pod] | None = None
-        self._known: dict[str, Pod] | None = None
-        """Pods by the selector before, until those of a new one are listed."""
         self._changed = asyncio.Event()
 
     async def _follow(self, api: Api) -> None:
@@ -158,8 +156,6 @@ class Pool(Watched):
                     continue
                 if following is not None:
                     following.cancel()
-                if self._pods is not None and self._pods.synced:
-                    self._known = self._pods.items
                 selector = self._pool.selector
                 self._pods = _pods(api, self._common, self._namespace, selector_of(selector), self._pace, self._news.set)
                 following = tasks.create_task(self._pods.run())
@@ -185,12 +181,9 @@ class Pool(Watched):
         return None if self._pods is None else self._pods.fault
 
     def _workers(self) -> list[Worker] | None:
-        if self._pool is None or self._pods is None:
-            return None
-        known = self._pods.items if self._pods.synced else self._known
-        if known is None:
-            return None
-        return _of_pods(known.values(), self._rule(self._pool))
+        if self._pool is None or self._pods is None or not self._pods.synced:
+            return None  # with a new selector, what the old one matched stays until then
+        return _of_pods(self._pods.items.values(), self._rule(self._pool))
 
     def _rule(self, pool: InferencePool) -> Rule:
         return rule_of_pool(self._entry, pool, self._common, self._namespace)
