@@ -276,7 +276,8 @@ def picker(mesh: Mesh) -> Any:
     return made
 
 
-async def test_inference_pools_by_model_the_route_is_chosen_from_the_body_before_the_picker_is_asked() -> None:
+@pytest.mark.parametrize("streams", [False, True], ids=["as the file says", "full_duplex"])
+async def test_inference_pools_by_model_the_route_is_chosen_from_the_body_before_the_picker_is_asked(streams: bool) -> None:
     async with Mesh(Pool("llama", "llama-7b"), Pool("qwen", "qwen")) as mesh:
         await mesh.baton("llama", ["llama"])
         await mesh.baton("qwen", ["qwen"])
@@ -286,6 +287,9 @@ async def test_inference_pools_by_model_the_route_is_chosen_from_the_body_before
                 "outbound|9002||baton-routes.inference.svc.cluster.local", "baton-routes"
             )
         )
+        if streams:  # as the pickers' own filter: two in a row
+            without = {"response_header_mode": "SKIP", "response_body_mode": "NONE", "response_trailer_mode": "SKIP"}
+            reader["typed_config"]["processing_mode"] = {**FULL_DUPLEX, **without}
         pickers = picker(mesh)
         await mesh.baton(
             "routes",
