@@ -146,12 +146,36 @@ async def test_without_the_filter_nothing_reaches_a_worker(running: tuple[str, M
     shape, _ = running
     await mesh.stop_filter()
     try:
-        status, _ = await ask(mesh, b'{"model":"m","prompt":"hello"}')
-        # Envoy Gateway's releases that know no `statusOnError` have 500.
-        assert status == (503 if shape == ISTIO else 500)
+        status, answer = await ask(mesh, b'{"model":"m","prompt":"hello"}')
+        if shape == ISTIO:
+            assert status == 503 and json.loads(answer)["error"]["code"] == "filter_unavailable"
+        else:
+            assert status == 500, "ext_proc's own answer: Envoy Gateway says nothing else"
         assert not mesh.prefill.received and not by_gateway(*mesh.decode)
         async with mesh.http.post("/anything", data=b"x", headers={"host": "other.test"}) as response:
             assert response.status == 200, "and others are served as ever"
+    finally:
+        await mesh.start_filter()
+
+
+async def test_filter_that_dies_cuts_answers_only_where_the_mesh_cannot_say_otherwise(
+    running: tuple[str, MeshStack], mesh: MeshStack
+) -> None:
+    shape, _ = running
+    gate = asyncio.Event()
+    for worker in mesh.decode:
+        worker.answer = begun_until(gate)
+    body = {"model": "m", "prompt": "hello", "stream": True}
+    try:
+        async with asyncio.timeout(20), mesh.http.post("/v1/completions", json=body) as response:
+            await response.content.readexactly(len(b"begun "))
+            await mesh.kill_filter()
+            gate.set()
+            if shape == ISTIO:
+                assert await response.read() == b"done"
+            else:
+                with pytest.raises(aiohttp.ClientPayloadError):
+                    await response.read()
     finally:
         await mesh.start_filter()
 

@@ -20,6 +20,9 @@ app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 {{- if not $pool.ports.sideChannel -}}
 {{- $_ := set $pool.ports "sideChannel" (ternary 5600 5640 (eq $pool.role "prefill")) -}}
 {{- end -}}
+{{- if not $pool.preStopSeconds -}}
+{{- $_ := set $pool "preStopSeconds" (ternary 10 (max 10 (div (add $pool.leaseSeconds 1) 2)) (eq $pool.role "decode")) -}}
+{{- end -}}
 {{- $_ := set $pools $name $pool -}}
 {{- end -}}
 {{- dict "pools" $pools | toYaml -}}

@@ -6,10 +6,12 @@ from typing import Any
 
 # Whatever an Any in a manifest may hold has to be imported to be known.
 import envoy.config.bootstrap.v3.bootstrap_pb2
+import envoy.extensions.access_loggers.filters.cel.v3.cel_pb2
 import envoy.extensions.filters.http.cors.v3.cors_pb2
 import envoy.extensions.filters.http.ext_proc.v3.ext_proc_pb2
 import envoy.extensions.filters.http.fault.v3.fault_pb2
 import envoy.extensions.filters.http.grpc_stats.v3.config_pb2
+import envoy.extensions.filters.http.rbac.v3.rbac_pb2
 import envoy.extensions.filters.http.router.v3.router_pb2
 import envoy.extensions.filters.network.http_connection_manager.v3.http_connection_manager_pb2
 import envoy.extensions.http.early_header_mutation.header_mutation.v3.header_mutation_pb2
@@ -51,10 +53,12 @@ def _with_newer_fields() -> descriptor_pool.DescriptorPool:
 
     for name in (
         "envoy.config.bootstrap.v3.Bootstrap",
+        "envoy.extensions.access_loggers.filters.cel.v3.ExpressionFilter",
         "envoy.extensions.filters.http.cors.v3.Cors",
         "envoy.extensions.filters.http.ext_proc.v3.ExternalProcessor",
         "envoy.extensions.filters.http.fault.v3.HTTPFault",
         "envoy.extensions.filters.http.grpc_stats.v3.FilterConfig",
+        "envoy.extensions.filters.http.rbac.v3.RBAC",
         "envoy.extensions.filters.http.router.v3.Router",
         "envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager",
         "envoy.extensions.http.early_header_mutation.header_mutation.v3.HeaderMutation",

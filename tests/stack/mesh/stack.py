@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -101,6 +103,14 @@ class MeshStack:
     async def stop_filter(self) -> None:
         """Whether Envoy has noticed makes no difference to what it does: its connections are refused."""
         await asyncio.to_thread(self.filter.stop)
+
+    async def kill_filter(self) -> None:
+        """At once, with all that it has open."""
+        for pid in self.filter.pids():
+            os.kill(pid, signal.SIGKILL)
+        async with asyncio.timeout(READY_S):
+            while self.filter.poll() is None:
+                await asyncio.sleep(0.02)
 
     def reset(self) -> None:
         """The workers forget what came before."""
