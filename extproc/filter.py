@@ -37,6 +37,7 @@ from extproc.headers import CREDENTIAL_HEADERS, DECISION_HEADER, MODEL_HEADER, P
 from extproc.inference import InferenceRequest, parse
 from extproc.intake import Other
 from extproc.journey import AT_ONCE, Journey, OverError, Parts, Phase, ProtocolError
+from extproc.observe.own_line import line_of
 from extproc.observe.own_time import ANSWER, PARSE, PHASES, REPLY
 from extproc.observe.reasons import reason_of
 from extproc.observe.request_log import RequestLine, RequestLog
@@ -102,7 +103,10 @@ class Filter:
         finally:
             self.open_streams -= 1
             try:
-                self._note(journey, self._parts.clock() - started)
+                ended = self._parts.clock()
+                self._note(journey, ended - started)
+                if self._parts.config.epp.enabled:
+                    self._tell(journey, started, ended)
             finally:
                 journey.held.release()
                 # It refers to the journey: a cycle, which would stay in memory until the garbage collector looks for it.
@@ -381,6 +385,12 @@ class Filter:
         if journey.trace is not None:
             finish(journey.trace, journey)
         self._log_line(journey, how, seconds)
+
+    def _tell(self, journey: Journey, started_s: float, ended_s: float) -> None:
+        """No Envoy reports the request."""
+        line = line_of(journey, started_s, ended_s)
+        if line is not None:
+            self._parts.observer.ended(line, journey.observed.note)
 
     def _log_line(self, journey: Journey, how: str, seconds: float) -> None:
         """The request's line, unless it went well and is not drawn."""

@@ -174,6 +174,9 @@ class Journey:
         """Decode workers that Envoy may take instead."""
         self.on_answer: Callable[[wire.ResponseHeaders], object] | None = None
         """Told the start of the answer, where Envoy was asked to show it."""
+        self.answer_streamed = False
+        """It is a stream of events."""
+        self.served_by: By = "unknown"
         self._sent: Sent | None = None
         """What its decode worker is expected to compute, or to receive."""
         self.own = OwnTime()
@@ -219,8 +222,10 @@ class Journey:
             event, following = following or await self.receive(Phase.ANSWER), None
             if event is None:
                 return
-            if isinstance(event, wire.ResponseHeaders) and self.on_answer is not None:
-                self.on_answer(event)
+            if isinstance(event, wire.ResponseHeaders):
+                self.answer_streamed = event.streamed
+                if self.on_answer is not None:
+                    self.on_answer(event)
             if isinstance(event, wire.ResponseHeaders) and self.answer_headers:
                 await self.stream.send(wire.answer_reply(event, self.answer_headers))
             else:
@@ -342,7 +347,7 @@ class Journey:
     def other_answered(self, answer: wire.ResponseHeaders) -> None:
         """The start of the answer to what is no prompt, whose errors say nothing of a worker."""
         self.answer_status = answer.status
-        served.note(self, answer.served)
+        self.served_by = served.note(self, answer.served)
 
     def answered(self, answer: wire.ResponseHeaders) -> By:
         """The start of the answer says how the decode worker is, and whether it is the one that was chosen."""
@@ -354,7 +359,7 @@ class Journey:
         if self.trace is not None:
             self.trace.answered(answer.status)
         self.parts.recent.answered(answer.status)
-        by = served.note(self, answer.served)
+        by = self.served_by = served.note(self, answer.served)
         if answer.status == 503 and answer.served is None and self.parts.config.envoy.pin == "exact":
             self.parts.unknown_to_envoy(self.record.request_id, chosen, self.record.pool)
         # An error of the client's is none of the worker's. A 500 may be a handoff that it could not read.

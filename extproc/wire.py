@@ -7,6 +7,7 @@ The messages are the C-backed classes of xds-protos; reading one costs microseco
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
@@ -73,6 +74,8 @@ class ResponseHeaders(msgspec.Struct, frozen=True):
     """``ip:port`` of the worker that Envoy sent the request to; None where it sent it to nobody, or does not say."""
     answer_full_duplex: bool = False
     """As :class:`RequestHeaders` has it. Only where the stream begins with this: another filter has answered the request."""
+    streamed: bool = False
+    """It is a stream of events."""
 
 
 class ResponseBody(msgspec.Struct, frozen=True):
@@ -152,10 +155,12 @@ def read_event(request: Any) -> Event:
         return RequestBody(request.request_body.body, request.request_body.end_of_stream)
     if kind == "response_headers":
         first = request.HasField("protocol_config")
+        headers = _headers(request.response_headers.headers)
         return ResponseHeaders(
-            _status(request.response_headers.headers),
+            _status(headers),
             _served(request),
             answer_full_duplex=first and request.protocol_config.response_body_mode == _FULL_DUPLEX,
+            streamed=headers.get("content-type", "").startswith("text/event-stream"),
         )
     if kind == "response_body":
         return ResponseBody(request.response_body.body, request.response_body.end_of_stream)
@@ -184,9 +189,9 @@ def _headers(header_map: Any) -> dict[str, str]:
     return headers
 
 
-def _status(header_map: Any) -> int:
+def _status(headers: Mapping[str, str]) -> int:
     """The HTTP status of an answer; 0 where there is none to read."""
-    text = _headers(header_map).get(":status", "")
+    text = headers.get(":status", "")
     return int(text) if text.isascii() and text.isdigit() else 0
 
 
@@ -413,6 +418,17 @@ class Stream:
         self._full_duplex = self._answer_full_duplex = False
         self._headers_change: Mutation | None = None
         self._trailers = False
+        self.first_piece_s: float | None = None
+        """When the first piece of the answer's body was shown, on the monotonic clock; None: none was."""
+        self.last_piece_s: float | None = None
+        self.answer_bytes = 0
+        self.answer_ended = False
+        """Its end was shown."""
+
+    @property
+    def shows_answer(self) -> bool:
+        """Whether Envoy shows the answer's body."""
+        return self._answer_full_duplex or self.first_piece_s is not None
 
     def called_with(self, name: str) -> str | None:
         """A header of Envoy's call to us, which no client can set."""
@@ -474,7 +490,15 @@ class Stream:
 
         Pieces that have piled up go together; the event behind them, if it was read with them, is returned.
         """
-        if not isinstance(event, ResponseBody) or not self._answer_full_duplex:
+        if not isinstance(event, ResponseBody):
+            self.answer_ended |= isinstance(event, ResponseTrailers)
+            await self.send(go_on(event))
+            return None
+        self.last_piece_s = time.monotonic()
+        if self.first_piece_s is None:
+            self.first_piece_s = self.last_piece_s
+        if not self._answer_full_duplex:
+            self._passed(len(event.body), ended=event.end_of_stream)
             await self.send(go_on(event))
             return None
         pieces, following, ended = [event.body], None, event.end_of_stream
@@ -487,9 +511,15 @@ class Stream:
                 break  # the next one to ask will be told the same
             else:
                 following = more
-        for piece, last in _pieces(b"".join(pieces)):
+        body = b"".join(pieces)
+        self._passed(len(body), ended=ended)
+        for piece, last in _pieces(body):
             await self.send(streamed_reply(piece, answer=True, end_of_stream=last and ended))
         return following
+
+    def _passed(self, size_bytes: int, *, ended: bool) -> None:
+        self.answer_bytes += size_bytes
+        self.answer_ended |= ended
 
 
 _PIECE_BYTES = 62_000

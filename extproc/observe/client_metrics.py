@@ -53,7 +53,8 @@ class ClientMetrics:
         make.describe(IN_FLIGHT, "gauge", _LABELS, IN_FLIGHT_MEANING)
         self.requests = make.tally(
             "baton_client_requests",
-            "Requests in Envoy's eyes, when they are over. `outcome`: `ok`, `client_gone` (the client closed before the end), "
+            "Requests in Envoy's eyes (with `epp.enabled` in the filter's own), when they are over. `outcome`: `ok`, "
+            "`client_gone` (the client closed before the end), `cut` (an answer broke off, and Envoy does not say by whom), "
             "`upstream_reset` (the worker broke off), `timeout`, `no_worker` (none could be reached), `refused` (answered by "
             "the filter), `client_error`, `worker_error` (the worker's 4xx, 5xx), `gateway_error` (Envoy's own)",
             (*_LABELS, "outcome"),

@@ -33,13 +33,15 @@ Outcome = Literal[
     "client_error",
     "worker_error",
     "gateway_error",
+    "cut",
 ]
 """How a request ended, in Envoy's eyes.
 
 ``ok``: an answer came whole. ``client_gone``: the client closed before. ``upstream_reset``: the worker broke the answer off, or
 closed the connection before one. ``timeout``: no answer, or a silence that was too long. ``no_worker``: none could be reached.
 ``refused``: the filter answered by itself. ``client_error``, ``worker_error``: the worker's answer, 4xx or 5xx.
-``gateway_error``: any other error of Envoy's own."""
+``gateway_error``: any other error of Envoy's own. ``cut``: an answer broke off, and nobody says by whom (only where the filter
+tells by itself, :mod:`extproc.observe.own_line`)."""
 
 _ID_CHARS = 128
 

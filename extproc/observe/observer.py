@@ -153,8 +153,11 @@ class Observer:
     # -- what is reported --------------------------------------------------------------------------------------------------
 
     def _on_line(self, line: Line, note: Note) -> None:
+        self._metrics.clients.log_lines.inc()
+        self._told(line, note)
+
+    def _told(self, line: Line, note: Note) -> None:
         clients, kind = self._metrics.clients, _kind_of(note.tags)
-        clients.log_lines.inc()
         self._ended.append((line, note.tags))
         clients.requests.inc(kind.model, kind.policy, kind.mode, line.outcome)
         clients.judge(line, note)
@@ -173,6 +176,10 @@ class Observer:
         if mean_itl_s is not None:
             streams.mean_itl(mean_itl_s)
         self.times.answered(kind, ttft_s=line.ttft_s, generation_s=generation_s, mean_itl_s=mean_itl_s)
+
+    def ended(self, line: Line, note: Note) -> None:
+        """A request is over, of which no Envoy will report: this is what the filter saw itself."""
+        self._told(line, note)
 
     def _on_lost(self, note: Note) -> None:
         self._note_prompt(note, None)
@@ -245,8 +252,13 @@ class Observer:
 
     def status(self) -> dict[str, Any]:
         """For `/healthz`."""
+        log = self.access_log.status()
+        if not self._marks:
+            log["without_it"] = (
+                "as the filter sees it: TTFT, ends of answers; not who broke one off, no ITL, no tokens of answers"
+            )
         return {
-            "access_log": self.access_log.status(),
+            "access_log": log,
             "stream_watch": {"running": False, "why": "observe.sample is 0"} if self.watcher is None else self.watcher.status(),
         }
 

@@ -52,7 +52,7 @@ class Promise(msgspec.Struct, gc=False):
         # A 429 is the filter's way of not keeping it, a 400 or 404 the client's own fault.
         if line.outcome == "refused" and line.status < 500 and line.status != 429:
             return None
-        if line.outcome not in ("ok", "client_gone", "client_error"):
+        if line.outcome not in ("ok", "client_gone", "client_error", "cut"):
             return "failed"
         if line.outcome == "client_error" or not line.streamed or line.ttft_s is None:
             return None

@@ -1,10 +1,11 @@
 """Baton as an endpoint picker behind an Envoy that is not ours: configured as a mesh configures it for an InferencePool.
 
-Two shapes. ``istio``: the filter of the listener is off, each route turns it on (ExtProcPerRoute), the cluster balances by
+Three shapes. ``istio``: the filter of the listener is off, each route turns it on (ExtProcPerRoute), the cluster balances by
 `override_host` with a policy that takes anybody where the pin cannot be kept, and `envoy.lb` alone passes both ways.
-``header``: Envoy AI Gateway and llm-d's chart: a cluster of the type ORIGINAL_DST that connects to what the header says. Both:
-bodies FULL_DUPLEX_STREAMED both ways, trailers too, default rules of header mutation, TLS to the picker without a look at its
-certificate, no access log service, no `baton` metadata.
+``header``: Envoy AI Gateway and llm-d's chart: a cluster of the type ORIGINAL_DST that connects to what the header says.
+``buffered``: the same with whole bodies of requests and streamed ones of answers, as an EnvoyExtensionPolicy can have it. All:
+bodies FULL_DUPLEX_STREAMED both ways but in the last one, trailers too, default rules of header mutation, no mode overrides, TLS
+to the picker without a look at its certificate, no access log service, no `baton` metadata.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from tests.stack.harness import TRANSPORT
 from workers.process import Child
 from workers.ready import free_ports
 
-Shape = Literal["istio", "header"]
+Shape = Literal["istio", "header", "buffered"]
 
 READY_S = 20.0
 DESTINATION = "x-gateway-destination-endpoint"
@@ -261,7 +262,7 @@ class Mesh:
         return {
             "@type": f"{TYPE}.filters.http.ext_proc.v3.ExternalProcessor",
             "grpc_service": {"envoy_grpc": {"cluster_name": "none"}} if self.shape == "istio" else _SERVICE,
-            "processing_mode": off if self.shape == "istio" else _BOTH_WAYS,
+            "processing_mode": {"istio": off, "header": _BOTH_WAYS, "buffered": _WHOLE}[self.shape],
             "failure_mode_allow": self.fail_open,
             "message_timeout": "1000s" if self.shape == "istio" else "300s",
             "metadata_options": {
@@ -272,7 +273,7 @@ class Mesh:
 
     def _workers(self) -> dict[str, Any]:
         made: dict[str, Any] = {"name": "workers", "connect_timeout": "2s"}
-        if self.shape == "header":
+        if self.shape != "istio":
             made |= {"type": "ORIGINAL_DST", "lb_policy": "CLUSTER_PROVIDED"}
             made["original_dst_lb_config"] = {"use_http_header": True, "http_header_name": DESTINATION}
             return made
@@ -327,6 +328,9 @@ _BOTH_WAYS = {
     "response_body_mode": "FULL_DUPLEX_STREAMED",
     "response_trailer_mode": "SEND",
 }
+
+
+_WHOLE = {**_BOTH_WAYS, "request_body_mode": "BUFFERED", "response_body_mode": "STREAMED"}
 
 
 def _address(port: int) -> dict[str, Any]:

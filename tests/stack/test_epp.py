@@ -16,7 +16,7 @@ from tests.stack.inference_pool import BODY, DESTINATION, HEADER, METADATA, Mesh
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session", params=["istio", "header"])
+@pytest_asyncio.fixture(scope="session", loop_scope="session", params=["istio", "header", "buffered"])
 async def shared_mesh(request: pytest.FixtureRequest) -> AsyncIterator[Mesh]:
     shape: Shape = request.param
     async with Mesh(shape) as mesh:
@@ -173,8 +173,32 @@ async def test_nothing_is_awaited_that_only_an_envoy_of_ours_gives(mesh: Mesh) -
     async with aiohttp.ClientSession() as session, session.get(f"{mesh.admin}/healthz") as response:
         log = (await response.json())["access_log"]
     assert (log["state"], log["awaited"], log["lost"]) == ("off", 0, 0)
-    assert "TTFT" in log["without_it"]
+    assert "no ITL" in log["without_it"]
     assert not [line for line in mesh.log_lines() if line["event"] == "access_log_lines_lost"]
+
+
+async def test_what_the_picker_sees_itself_of_answers_is_in_the_metrics(mesh: Mesh) -> None:
+    """Time to the first piece of a stream, and how each request ended, which elsewhere Envoy's access log tells."""
+    kind = 'mode="disaggregate",model="m"'
+
+    def name(outcome: str, kind: str = kind) -> str:
+        return f'baton_client_requests_total{{{kind},outcome="{outcome}",policy="default"}}'
+
+    ttft = f'baton_client_ttft_seconds_count{{{kind},policy="default"}}'
+    before = await mesh.metrics()
+    assert (await mesh.ask(stream=True))[0] == 200
+    await mesh.until_metric(ttft, before.get(ttft, 0.0) + 1)
+    await mesh.until_metric(name("ok"), before.get(name("ok"), 0.0) + 1)
+    never = asyncio.Event()
+    for worker in mesh.decode:
+        worker.answer = begun_until(never)
+    async with mesh.http.post("/v1/chat/completions", json={**BODY, "stream": True}) as response:
+        assert await response.content.read(5) == b"begun"
+    await mesh.until_metric(name("cut"), before.get(name("cut"), 0.0) + 1)
+    for worker in mesh.decode:
+        worker.answer = status(400)
+    assert (await mesh.ask())[0] == 400
+    await mesh.until_metric(name("client_error"), before.get(name("client_error"), 0.0) + 1)
 
 
 # -- pools and pickers that come and go ----------------------------------------------------------------------------------------
