@@ -15,7 +15,7 @@ from extproc.observe.logs import Logger
 from extproc.observe.metrics import Metrics
 from extproc.processes.post import Sent
 from extproc.replicas import handshake
-from extproc.replicas.handshake import RefusedError
+from extproc.replicas.handshake import Hello, RefusedError
 from extproc.replicas.keys import ReplicaKeys
 from extproc.replicas.link import Link
 from extproc.replicas.peers import Peers
@@ -64,7 +64,7 @@ class Mesh:
         self._server: asyncio.Server | None = None
         self._served_with: ssl.SSLContext | None = None
         """The certificate that the listener shows."""
-        self._hello = lambda: handshake.hello(epoch, socket.gethostname(), f"baton {__version__}")
+        self._hello: Callable[[], Hello] = lambda: handshake.hello(epoch, socket.gethostname(), f"baton {__version__}")
         self._dials: dict[str, _Dial] = {}
         self._links: dict[int, Link] = {}
         self._unproved: set[Link] = set()
