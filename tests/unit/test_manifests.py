@@ -17,6 +17,10 @@ from extproc.discovery.kubernetes.rbac import rules
 from extproc.headers import ROUTING_HEADERS
 from tests.manifests import helm, mesh_files, schemas
 from tests.manifests.helm import Object, container, environment, examples, find, pod, template
+from tests.manifests.mesh_files import FOLDER
+from tests.stack.mesh import envoyfilter
+from tests.stack.mesh.manifests import load, of_kind
+from tests.stack.mesh.messages import message
 from workers.launch import plan
 from workers.profile import load_profile
 
@@ -307,21 +311,52 @@ def test_published_schemas_refuse_what_is_wrong() -> None:
     assert all(schemas.published(objects[:4])), "these have published validators"
 
 
+GATEWAYS = sorted(path.relative_to(helm.ROOT) for folder in ("istio", "gateway") for path in (FOLDER / folder).rglob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", GATEWAYS, ids=str)
+def test_manifest_for_a_gateway_is_one_that_an_api_server_would_take(path: Path) -> None:
+    objects = load(str(path))
+    assert objects and not schemas.faults(objects)
+
+
+@pytest.mark.parametrize("path", GATEWAYS, ids=str)
+def test_envoy_knows_every_field_of_an_envoyfilter(path: Path) -> None:
+    for patch in (patch for each in of_kind(load(str(path)), "EnvoyFilter") for patch in each["spec"]["configPatches"]):
+        message(envoyfilter.MESSAGES[patch["applyTo"]], patch["patch"]["value"])
+
+
 @pytest.mark.parametrize("path", mesh_files.FILES)
 def test_committed_manifests_are_what_the_chart_makes(path: str) -> None:
-    assert (mesh_files.FOLDER / path).read_text(encoding="utf-8") == mesh_files.text(path), "make generate"
+    assert (FOLDER / path).read_text(encoding="utf-8") == mesh_files.text(path), "make generate"
 
 
 @pytest.mark.parametrize("path", [path for path in mesh_files.FILES if "inference-pool" not in path])
 def test_gateways_remove_every_header_that_could_steer(path: str) -> None:
-    text = (mesh_files.FOLDER / path).read_text(encoding="utf-8")
+    text = (FOLDER / path).read_text(encoding="utf-8")
     removed = set(re.findall(r"(?:remove: |^ +- )(x-[a-z-]+)", text, re.MULTILINE))
     assert set(ROUTING_HEADERS) <= removed
 
 
 def test_filter_may_change_what_it_may_change_behind_plain_envoy() -> None:
     """One list of headers, in the EnvoyFilter as in envoy/envoy.yaml."""
-    plain = (mesh_files.FOLDER / "envoy.yaml").read_text(encoding="utf-8")
-    ours = (mesh_files.FOLDER / "istio" / "envoyfilter.yaml").read_text(encoding="utf-8")
+    plain = (FOLDER / "envoy.yaml").read_text(encoding="utf-8")
+    ours = (FOLDER / "istio" / "envoyfilter.yaml").read_text(encoding="utf-8")
     pattern = re.compile(r'regex: "?(content-[^"\n]*)')
     assert pattern.search(plain).group(1) == pattern.search(ours).group(1)  # type: ignore[union-attr]
+
+
+def test_queries_are_ones_that_prometheus_can_read(tmp_path: Path) -> None:
+    found = []
+    for role in ("prefill", "decode"):
+        scaled = find(
+            template("llama-70b-h200", sets=('monitoring.selector=namespace="inference"',)), "ScaledObject", f"baton-{role}"
+        )
+        found += [trigger["metadata"]["query"] for trigger in scaled["spec"]["triggers"]]
+    rules = [{"record": f"r{number}", "expr": query} for number, query in enumerate(found)]
+    file = tmp_path / "rules.json"
+    file.write_bytes(msgspec.json.encode({"groups": [{"name": "g", "rules": rules}]}))
+    promtool = Path(sys.executable).parent / "promtool"
+    done = subprocess.run([promtool, "check", "rules", file], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and f"{len(rules)} rules found" in done.stdout, done.stdout + done.stderr
+    assert all('namespace="inference"' in query for query in found)

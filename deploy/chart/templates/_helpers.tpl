@@ -49,7 +49,7 @@ app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 {{- else -}}
 {{- $names := list -}}
 {{- range $name, $pool := $pools -}}
-{{- $host := printf "%s-%s-pods.%s.svc" (include "baton.fullname" $) $name $.Release.Namespace -}}
+{{- $host := printf "%s-%s-pods.%s.svc.%s" (include "baton.fullname" $) $name $.Release.Namespace $.Values.clusterDomain -}}
 {{- $names = append $names (dict "role" $pool.role "name" $host "port" (int $pool.ports.http) "labels" (dict "pool" $name)) -}}
 {{- end -}}
 {{- $_ := set $workers "dns" $names -}}
@@ -76,7 +76,7 @@ app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 {{- if include "baton.shares" . -}}
 {{- $_ := set $config "replicas" (dict
   "listen" "0.0.0.0:9005"
-  "dns" (printf "%s-filter-peers.%s.svc" (include "baton.fullname" .) .Release.Namespace)
+  "dns" (printf "%s-filter-peers.%s.svc.%s" (include "baton.fullname" .) .Release.Namespace .Values.clusterDomain)
   "secret_file" "/etc/baton-secrets/peers/secret"
   "plaintext" true) -}}
 {{- end -}}

@@ -18,6 +18,14 @@ from tests.stack.mesh.messages import merge, merge_any, message, pack, unpacked
 HCM = "envoy.filters.network.http_connection_manager"
 _MANAGER = "envoy.extensions.filters.network.http_connection_manager.v3"
 
+MESSAGES = {
+    "NETWORK_FILTER": "envoy.config.listener.v3.Filter",
+    "HTTP_FILTER": f"{_MANAGER}.HttpFilter",
+    "HTTP_ROUTE": "envoy.config.route.v3.Route",
+    "CLUSTER": "envoy.config.cluster.v3.Cluster",
+}
+"""What a patch's value is, by what it applies to."""
+
 
 @dataclass
 class Proxy:
@@ -41,17 +49,16 @@ def apply(manifest: dict[str, Any], proxy: Proxy) -> int:
     for patch in spec["configPatches"]:
         if patch["match"]["context"] != "GATEWAY":
             raise ValueError(f"context {patch['match']['context']}")
-        kind, operation, value = patch["applyTo"], patch["patch"]["operation"], patch["patch"]["value"]
+        kind, operation, match = patch["applyTo"], patch["patch"]["operation"], patch["match"]
+        value = message(MESSAGES[kind], patch["patch"]["value"])
         if (kind, operation) == ("NETWORK_FILTER", "MERGE"):
-            changed += _merge_network_filter(
-                proxy, patch["match"]["listener"], message("envoy.config.listener.v3.Filter", value)
-            )
+            changed += _merge_network_filter(proxy, match["listener"], value)
         elif (kind, operation) == ("HTTP_FILTER", "INSERT_BEFORE"):
-            changed += _insert_http_filter(proxy, patch["match"]["listener"], message(f"{_MANAGER}.HttpFilter", value))
+            changed += _insert_http_filter(proxy, match["listener"], value)
         elif (kind, operation) == ("HTTP_ROUTE", "MERGE"):
-            changed += _merge_route(proxy, patch["match"]["routeConfiguration"], message("envoy.config.route.v3.Route", value))
+            changed += _merge_route(proxy, match["routeConfiguration"], value)
         elif (kind, operation) == ("CLUSTER", "MERGE"):
-            changed += _merge_cluster(proxy, patch["match"]["cluster"], message("envoy.config.cluster.v3.Cluster", value))
+            changed += _merge_cluster(proxy, match["cluster"], value)
         else:
             raise ValueError(f"{operation} of {kind} is not done here")
     return changed

@@ -101,7 +101,7 @@ spec:
         {{- end }}
         {{- $cache := $pool.cacheServer }}
         {{- if and (not $cache) $values.cache.enabled (ne $pool.role "decode") }}
-        {{- $cache = printf "%s-cache.%s.svc:5555" (include "baton.fullname" $root) $root.Release.Namespace }}
+        {{- $cache = printf "%s-cache.%s.svc.%s:5555" (include "baton.fullname" $root) $root.Release.Namespace $values.clusterDomain }}
         {{- end }}
         {{- with $cache }}
         - {name: BATON_CACHE_SERVER, value: {{ . | quote }}}
