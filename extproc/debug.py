@@ -76,6 +76,8 @@ class Debug:
         return _json_bytes(await asyncio.to_thread(msgspec.json.encode, saved))
 
     async def _explain(self, request: web.Request) -> web.Response:
+        if (request.content_length or 0) > self.max_bytes:  # before it is waited for
+            return self._too_large()
         async with self._one_at_a_time:
             try:
                 async with asyncio.timeout(_READ_TIMEOUT_S):
@@ -84,11 +86,14 @@ class Debug:
             except TimeoutError:
                 return _refused(408, "question_timeout", f"the question did not come within {_READ_TIMEOUT_S:g} s")
             except web.HTTPRequestEntityTooLarge:
-                return _refused(413, "request_too_large", f"the question is over {self.max_bytes} bytes")
+                return self._too_large()
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                 return _refused(400, "bad_question", f"not {{path, headers, body}}: {error}")
             except ApiError as error:
                 return _json_bytes(error.openai_body(), status=400)
+
+    def _too_large(self) -> web.Response:
+        return _refused(413, "request_too_large", f"the question is over {self.max_bytes} bytes")
 
     async def _report(self, text: bytes) -> Report:
         question = msgspec.json.decode(text, type=Question)
