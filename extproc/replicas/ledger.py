@@ -20,6 +20,8 @@ from extproc.replicas.settings import ReplicaSettings
 from extproc.routing.load import Load
 from extproc.tls.files import Followed
 
+_YIELD_S, _YIELD_MOST_S = 0.015, 0.06
+"""See :class:`extproc.routing.told.Others`: to the other one and back, with some milliseconds each way."""
 _LEAST_FOR_S = 60.0
 """How long the quickest message counts as what the way takes: clocks drift apart."""
 
@@ -86,6 +88,7 @@ class Replicas(SharedLedger):
         self.silence_s = silence_s
         self._carrier = carrier
         self._lags: dict[int, _Lag] = {}
+        self._router.others.yield_s, self._router.others.yield_most_s = _YIELD_S, _YIELD_MOST_S
         carrier.on_up, carrier.on_down, carrier.on_data = self._up, self._down, self._data
         metrics.replica_lag_seconds.set_function(lambda: max((lag.last_s for lag in self._lags.values()), default=0.0))
 
