@@ -237,6 +237,17 @@ async def test_a_picker_that_is_restarted_with_another_certificate_goes_on(trans
         await mesh.at_rest()
 
 
+async def test_a_gateway_that_fails_open_goes_on_without_its_picker_where_there_is_no_body() -> None:
+    """With one, Envoy has begun to stream it to nobody; and nobody has taken a client's transfer keys out of it."""
+    mesh = Mesh()
+    mesh.fail_open = True
+    async with mesh:
+        await mesh.stop_picker()
+        async with mesh.http.get("/version") as response:
+            assert response.status == 200
+        assert (await mesh.ask())[0] == 500
+
+
 @pytest.mark.parametrize("transport", ["lean", "grpc"])
 async def test_a_stop_waits_for_the_answers_that_are_under_way(transport: str) -> None:
     async with Mesh(transport=transport, decode=1) as mesh:
