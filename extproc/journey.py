@@ -360,7 +360,9 @@ class Journey:
             self.trace.answered(answer.status)
         self.parts.recent.answered(answer.status)
         by = self.served_by = served.note(self, answer.served)
-        if answer.status == 503 and answer.served is None and self.parts.config.envoy.pin == "exact":
+        config = self.parts.config
+        # An Envoy that is not ours may never say who served.
+        if answer.status == 503 and answer.served is None and config.envoy.pin == "exact" and not config.epp.enabled:
             self.parts.unknown_to_envoy(self.record.request_id, chosen, self.record.pool)
         # An error of the client's is none of the worker's. A 500 may be a handoff that it could not read.
         self.parts.dispatcher.answered(ticket, ok=answer.status < 500, pair_fault=answer.status == 500)

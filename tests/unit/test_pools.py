@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +22,20 @@ from extproc.intake import Intake
 from extproc.paths import Treatment
 from extproc.policy import Policies
 from extproc.policy_config import PolicyRule
+from extproc.pools.choice import within
 from extproc.pools.routes import RouteHeaders, fits_a_header
 from extproc.pools.settings import PoolRule, partition
 from extproc.prompt import BytesPerToken
 from extproc.routing.endpoint_spec import EndpointSet, EndpointSpec
-from extproc.routing.job import Aims
+from extproc.routing.explain import explain_snapshot
+from extproc.routing.job import Aims, Job, Mode
 from extproc.routing.partition import DEFAULT_POOL, POOL_LABEL, UNDECIDED
 from extproc.routing.picker import NoEndpointError
 from extproc.routing.pool import Pool, Role
+from extproc.routing.prefix import Chain
 from extproc.routing.router import Router
 from extproc.routing.settings import Routing
+from extproc.routing.snapshot import take
 from extproc.warm_up import rules
 
 WORKERS = """\
@@ -312,3 +317,19 @@ def test_every_example_of_the_page_can_be_loaded_and_the_wrong_one_is_refused_as
     with pytest.raises(ConfigError) as refused:
         parse(wrong, source="baton.yaml")
     assert str(refused.value) == message.strip()
+
+
+def test_a_decision_explained_from_a_snapshot_knows_the_pools() -> None:
+    made = router(A, B, C)
+    job = Job(
+        model="m",
+        chain=Chain(array("Q"), 1.0),
+        tokens=100,
+        aims=within(Aims(mode=Mode.DISAGGREGATE), "b"),
+        arrived_s=0.0,
+        deadline_s=60.0,
+    )
+    explained = explain_snapshot(take(made, 0.0), job)
+    assert explained.decision is not None
+    assert (explained.decision.prefill, explained.decision.decode) == ("10.0.0.2:1", "10.0.1.2:1")
+    assert {each.endpoint: each.why for each in explained.left_out}["10.0.1.1:1"] == "in the pool a"
