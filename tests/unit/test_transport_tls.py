@@ -19,6 +19,7 @@ from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from extproc.config import Tls
 from extproc.tls.files import FAILED, RELOADED
+from extproc.transport import grpc_server
 from extproc.transport.call import Call, Server
 from extproc.transport.choose import Kind, make_server
 from extproc.transport.tls import door
@@ -257,6 +258,51 @@ def test_only_so_many_handshakes_are_under_way_at_once(
                 assert await echoed(opened) == b"hello"
             for _, writer in silent:
                 writer.close()
+
+    run(setup, work())
+
+
+def test_grpc_has_only_so_many_connections(authority: Authority, server: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those in their handshakes count."""
+    monkeypatch.setattr(grpc_server, "MAX_CONNECTIONS", 3)
+
+    async def work() -> None:
+        async with serving("grpc", ring_of(server, handshake_timeout_s=2.0)) as peer:
+            silent = [await asyncio.open_connection("127.0.0.1", peer.port) for _ in range(6)]
+            over = [asyncio.create_task(reader.read()) for reader, _ in silent]
+            done, _ = await asyncio.wait(over, timeout=1.0)
+            assert len(done) == 3
+            await asyncio.wait(over, timeout=8.0)
+            async with channel(peer.port, authority.ca) as opened:
+                assert await echoed(opened) == b"hello"
+            for _, writer in silent:
+                writer.close()
+
+    run("grpc", work())
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_a_self_signed_server_can_want_client_certificates_and_their_authority_can_change(
+    setup: str, tmp_path: Path, authority: Authority
+) -> None:
+    async def work() -> None:
+        other, anchor = Authority(tmp_path / "theirs"), tmp_path / "clients.pem"
+        anchor.write_bytes(authority.ca.read_bytes())
+        ring = KeyRing(Tls(client_ca_file=str(anchor)), from_files=False)
+        trusted = tmp_path / "self.pem"
+        trusted.write_bytes(ring.keys.chain_pem)
+        followed = ring.followed()
+        async with serving(setup, ring) as peer:
+            async with channel(peer.port, trusted, authority.issue("one")) as opened:
+                assert await echoed(opened) == b"hello"
+            async with channel(peer.port, trusted, other.issue("two")) as opened:
+                await refused(opened)
+            anchor.write_bytes(other.ca.read_bytes())
+            assert followed.look() == RELOADED
+            async with channel(peer.port, trusted, other.issue("two")) as opened:
+                assert await echoed(opened) == b"hello"
+            async with channel(peer.port, trusted, authority.issue("three")) as opened:
+                await refused(opened)
 
     run(setup, work())
 
