@@ -644,6 +644,12 @@ class Config(_Section, frozen=True, kw_only=True):
         return self.tls.mode or ("self_signed" if self.epp.enabled else "none")
 
     @property
+    def names_pools(self) -> bool:
+        """Whether `x-baton-pool` is set."""
+        wanted = self.routes.pool_header
+        return bool(self.pools) and not self.epp.enabled if wanted is None else wanted
+
+    @property
     def watches(self) -> bool:
         """Whether any stream may be watched."""
         if self.epp.enabled or self.routes.only:
@@ -884,6 +890,8 @@ def _check_routes(config: Config) -> None:
         raise ConfigError(
             "envoy.filter_down: round_robin does not go with pools: without the filter nobody reads which pool a request is for"
         )
+    if config.routes.pool_header and not config.pools:
+        raise ConfigError("routes.pool_header: there are no pools")
     if config.routes.only and config.epp.enabled:
         raise ConfigError("routes.only: does not go with epp.enabled: an endpoint picker chooses workers, and this filter none")
     if config.routes.only and (config.workers.endpoint_set() != EndpointSet() or not config.workers.all_listed):

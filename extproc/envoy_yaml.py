@@ -192,6 +192,8 @@ def render(config: Config) -> str:
     """``build(config)`` as YAML with comments; the same configuration gives the same bytes. Raises ConfigError."""
     if config.routes.only:
         raise ConfigError("routes.only: such a filter is one of a gateway's, whose routes it does not know; see docs/routes.md")
+    if config.pools and not config.names_pools:
+        raise ConfigError("routes.pool_header: the routes of Envoy's own configuration go by this header, and it is not set")
     tree = build(config).to_dict(casing=betterproto2.Casing.SNAKE)
     return "\n".join([*_comment(_HEADER, 0), *_emit(tree, 0, "", dict(_COMMENTS)), ""])
 

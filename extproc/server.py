@@ -206,7 +206,7 @@ class Server:
                     request_log=self._request_log,
                     credentials=own_headers if config.workers.replace_credentials else None,
                     tracing=tracing,
-                    routes=RouteHeaders(model=config.routes.asks_for_model, pools=bool(config.pools)),
+                    routes=RouteHeaders(model=config.routes.asks_for_model, pools=config.names_pools),
                 )
             )
             self._metrics.streams.set_function(lambda: filter_.open_streams)

@@ -75,6 +75,9 @@ class Routes(_Section, frozen=True, kw_only=True):
     model_header: bool = False
     """Set `x-gateway-model-name` to the model that serves the request (after `models.aliases`), and have Envoy match its routes
     again."""
+    pool_header: bool | None = None
+    """Set `x-baton-pool` to the pool of the workers, and have Envoy match its routes again. null: where there are `pools`,
+    unless `epp.enabled` is set: an endpoint picker is asked when the route is chosen already."""
     only: bool = False
     """Choose no workers: set this header, and `x-baton-pool` where there are `pools`, and nothing else. For a filter before a
     gateway's own endpoint pickers, one a pool. It needs no `workers`."""

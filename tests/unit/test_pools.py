@@ -82,6 +82,7 @@ BY_LABEL = "pools:\n  - {name: gold, labels: {tier: gold}}\n"
         ),
         (f"{BY_LABEL}envoy: {{filter_down: round_robin}}", 12, "envoy.filter_down: round_robin does not go with pools"),
         ("routes: {only: true}", 10, "routes.only: with workers beside it"),
+        ("routes: {pool_header: true}", 10, "routes.pool_header: there are no pools"),
     ],
 )
 def test_what_contradicts_itself_is_refused_with_file_line_and_field(text: str, where: int, why: str) -> None:
@@ -333,3 +334,15 @@ def test_a_decision_explained_from_a_snapshot_knows_the_pools() -> None:
     assert explained.decision is not None
     assert (explained.decision.prefill, explained.decision.decode) == ("10.0.0.2:1", "10.0.1.2:1")
     assert {each.endpoint: each.why for each in explained.left_out}["10.0.1.1:1"] == "in the pool a"
+
+
+def test_an_endpoint_picker_leaves_the_route_alone_unless_it_is_told_to() -> None:
+    assert config().names_pools and not msgspec.convert({"workers": {"file": "/w"}}, Config).names_pools
+    assert not config(epp={"enabled": True}).names_pools
+    assert config(epp={"enabled": True}, routes={"pool_header": True}).names_pools
+    silent = config(routes={"pool_header": False})
+    assert not silent.names_pools
+    with pytest.raises(ConfigError, match=r"routes\.pool_header: "):
+        render(silent)
+    with pytest.raises(ConfigError, match=r"routes\.only: "):
+        render(msgspec.convert({"routes": {"only": True}}, Config))
