@@ -28,11 +28,6 @@ from extproc.routing.weighing import Weighed
 _TICK_S = 0.2
 """While prompts wait, the queue is looked at so often, whatever happens: reports grow stale, pauses of workers end."""
 
-_YIELD_S = 0.005
-"""How long a worker with room is left to another router whose prompt goes before ours; then ours goes."""
-_YIELD_MOST_S = 0.02
-"""The same where others get room meanwhile, again and again."""
-
 _RETRY_AFTER_MAX_S = 60.0
 
 _LATE_LOOKED_AT = 32
@@ -336,8 +331,8 @@ class Router:
         if yields:
             self._yielding_s = min(self._yielding_s, now_s)
             # What ends meanwhile, they have yet to hear of.
-            last_s = max(self._yielding_s, self._freed_s) + _YIELD_S
-            self._ours_from_s = min(last_s, self._yielding_s + _YIELD_MOST_S)
+            last_s = max(self._yielding_s, self._freed_s) + self.others.yield_s
+            self._ours_from_s = min(last_s, self._yielding_s + self.others.yield_most_s)
             yields = now_s < self._ours_from_s
         if not yields:
             self._yielding_s = self._ours_from_s = math.inf

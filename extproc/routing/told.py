@@ -76,9 +76,14 @@ class Told:
 class Others:
     """What holds of all other routers together."""
 
-    __slots__ = ("first", "in_flight")
+    __slots__ = ("first", "in_flight", "yield_most_s", "yield_s")
 
     def __init__(self) -> None:
+        self.yield_s = 0.005
+        """How long a worker with room is left to a prompt of theirs that goes before ours: for them to hear that there is room,
+        and for us to hear that they took it."""
+        self.yield_most_s = 0.02
+        """And at most, while more and more room comes."""
         self.in_flight: dict[str, int] = {}
         """Policy with a limit -> open requests."""
         self.first: First | None = None
