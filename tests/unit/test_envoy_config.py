@@ -15,7 +15,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from extproc import envoy_yaml
-from extproc.config import Config, ConfigError, Envoy, Limits, Observe, Prefill, Tracing, parse
+from extproc.config import ApiKeys, Config, ConfigError, Envoy, Limits, Observe, Prefill, Tls, Tracing, parse
 from extproc.envoy_config import EXAMPLE, build
 from extproc.envoy_yaml import render
 from extproc.headers import (
@@ -29,6 +29,7 @@ from extproc.headers import (
 from extproc.policy_config import PolicyRule
 from extproc.pools.settings import PoolRule
 from extproc.stack import find_envoy
+from extproc.tls.settings import ClientTls
 from extproc.xds import write_endpoints
 
 COMMITTED = Path(__file__).parents[2] / "envoy" / "envoy.yaml"
@@ -155,7 +156,21 @@ def test_every_comment_finds_its_setting() -> None:
         unused = dict(envoy_yaml._COMMENTS)
         list(envoy_yaml._emit(made, 0, "", unused))
         left = {path: text for path, text in left.items() if path in unused}
+    made = build(_guarded()).to_dict(casing=betterproto2.Casing.SNAKE)
+    list(envoy_yaml._emit(made, 0, "", left))
     assert left == {}
+
+
+def _guarded() -> Config:
+    """TLS to the filter and to workers, clients' keys, and the workers' own in their place."""
+    tls = ClientTls(ca_file="/tls/ca.pem", server_name="a.test", cert_file="/tls/a.pem", key_file="/tls/a.key")
+    keys = ApiKeys(file="/keys/api-keys.yaml", requests_per_s=5)
+    return change(
+        listen="127.0.0.1:9002",
+        tls=Tls(mode="files", cert_file="/tls/f.pem", key_file="/tls/f.key", client_ca_file="/tls/ca.pem"),
+        workers=msgspec.structs.replace(EXAMPLE.workers, tls=tls, api_key_file="/keys/k", replace_credentials=True),
+        envoy=msgspec.structs.replace(EXAMPLE.envoy, secrets_dir="/etc/envoy", extproc_tls=tls, api_keys=keys),
+    )
 
 
 @pytest.mark.parametrize(
@@ -567,6 +582,9 @@ def test_envoy_errors_are_shaped_like_openai() -> None:
         "response.code == 504 && response.code_details.startsWith('ext_proc')": ("server_error", "timeout"),
         "response.code_details.startsWith('rbac_access_denied')": ("server_error", "filter_unavailable"),
         "response.code == 503 && response.flags == 0": ("server_error", "filter_unavailable"),
+        "response.code == 401": ("invalid_request_error", "invalid_api_key"),
+        "response.code == 403": ("invalid_request_error", "forbidden"),
+        "response.code == 429": ("rate_limit_error", "rate_limit_exceeded"),
         "response.code == 404": ("invalid_request_error", "not_found"),
         "response.code == 408": ("invalid_request_error", "timeout"),
         "response.code == 413": ("invalid_request_error", "request_too_large"),
