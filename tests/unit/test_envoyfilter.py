@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import copy
+import json
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
 from google.protobuf.json_format import ParseError
 
+from extproc.stack import find_envoy
 from tests.stack.mesh import envoyfilter, istio
+from tests.stack.mesh.bootstrap import Ports
 from tests.stack.mesh.manifests import load, only
 from tests.stack.mesh.messages import content, merge, message, unpacked
 
@@ -102,3 +107,16 @@ def test_merging_replaces_durations_and_words_and_adds_to_lists() -> None:
         "health_checks": [{"timeout": "1s"}, {"timeout": "3s"}],
         "circuit_breakers": {},
     }
+
+
+def test_envoy_refuses_localities_weighed_beside_the_pin(tmp_path: Path) -> None:
+    """Why there is no outlierDetection in our DestinationRule: Istio would add this to the cluster."""
+    made = content(istio.configuration(OBJECTS, SERVICES, Ports(1, 2)))
+    said = []
+    for changed in ({}, {"locality_weighted_lb_config": {}}):
+        made["static_resources"]["clusters"][0]["common_lb_config"] = changed
+        file = tmp_path / "envoy.json"
+        file.write_text(json.dumps(made), encoding="utf-8")
+        done = subprocess.run([find_envoy(), "--mode", "validate", "-c", file], capture_output=True, text=True, check=False)
+        said.append((done.returncode, "load_balancing_policy cannot be combined" in done.stderr))
+    assert said == [(0, False), (1, True)]

@@ -21,6 +21,7 @@ from tests.manifests.mesh_files import FOLDER
 from tests.stack.mesh import envoyfilter
 from tests.stack.mesh.manifests import load, of_kind
 from tests.stack.mesh.messages import message
+from tests.stack.mesh.stack import MeshStack
 from workers.launch import plan
 from workers.profile import load_profile
 
@@ -360,3 +361,41 @@ def test_queries_are_ones_that_prometheus_can_read(tmp_path: Path) -> None:
     done = subprocess.run([promtool, "check", "rules", file], capture_output=True, text=True, check=False)
     assert done.returncode == 0 and f"{len(rules)} rules found" in done.stdout, done.stdout + done.stderr
     assert all('namespace="inference"' in query for query in found)
+
+
+def test_adapter_serves_what_the_autoscalers_ask_for() -> None:
+    sets = ("workers.prefill.autoscaling.type=hpa", "workers.decode.autoscaling.type=hpa")
+    rendered = helm.run("template", "baton", str(helm.CHART), *[part for each in sets for part in ("--set", each)])
+    asked = dict(re.findall(r"^  #   (baton_\w+): (.*)$", rendered, re.MULTILINE))
+    (adapter,) = load("deploy/prometheus-adapter.yaml")
+    assert {rule["name"]["as"]: rule["metricsQuery"] for rule in adapter["rules"]["external"]} == asked
+    used = {
+        metric["external"]["metric"]["name"]
+        for each in template("istio", sets=sets)
+        if each["kind"] == "HorizontalPodAutoscaler"
+        for metric in each["spec"]["metrics"]
+    }
+    assert used == set(asked)
+
+
+def test_filter_behind_the_meshs_envoy_in_the_stack_tests_is_configured_as_the_chart_does_it() -> None:
+    chart = baton_yaml(template("istio"))
+    tried = MeshStack(lambda *_: None).config
+    for of in (
+        lambda config: config.tls_mode,
+        lambda config: config.epp.enabled,
+        lambda config: (config.access_log, config.unseen_answers, config.watches),
+        lambda config: (config.envoy.stats, config.envoy.body_mode, config.envoy.filter_down),
+        lambda config: config.prefill,
+    ):
+        assert of(chart) == of(tried)
+
+
+def test_docs_name_files_and_values_that_there_are() -> None:
+    values = (helm.CHART / "values.yaml").read_text(encoding="utf-8")
+    for name in ("deploy/README.md", "docs/istio.md", "docs/envoy-gateway.md"):
+        text = (helm.ROOT / name).read_text(encoding="utf-8")
+        for link in re.findall(r"\]\(([^)#]+)", text):
+            assert ((helm.ROOT / name).parent / link).exists(), f"{name}: {link}"
+        for path in re.findall(r"`(gateway\.[A-Za-z.]+[a-z])`", text):
+            assert re.search(rf"^ +{path.split('.')[-1]}:", values, re.MULTILINE), f"{name}: {path}"
