@@ -386,7 +386,7 @@ async def test_a_process_that_stands_still_is_given_up_after_a_while_and_comes_b
             family[0].siblings.tick()
             family[0].siblings.flush()
             family.posts.deliver()
-        assert siblings.SILENCE_S < family.now_s - before_s < siblings.SILENCE_S + 0.6
+        assert ledger.SILENCE_S < family.now_s - before_s < ledger.SILENCE_S + 0.6
         family.posts.open[1] = stopped
         family.wait(1.0)
         assert claims(family[1].router) == claims(family[0].router)
