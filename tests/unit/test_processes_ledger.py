@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from extproc.observe.log_lines import Line
-from extproc.processes import facts, outbox, siblings
+from extproc.processes import facts, ledger, outbox, siblings
 from extproc.routing.endpoint_spec import EndpointSet
 from extproc.routing.load import Load
 from extproc.routing.pool import Role
