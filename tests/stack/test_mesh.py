@@ -23,6 +23,8 @@ ISTIO = "istio"
 SHAPES: dict[str, Build] = {
     ISTIO: partial(istio.configuration, load("envoy/istio/envoyfilter.yaml")),
     "gateway-buffered": partial(envoy_gateway.configuration, load("envoy/gateway/buffered.yaml")),
+    # The newest releases, which have it in the route.
+    "gateway-in-route": partial(envoy_gateway.configuration, load("envoy/gateway/buffered.yaml"), in_route=True),
     "gateway-full-duplex": partial(envoy_gateway.configuration, load("envoy/gateway/full-duplex.yaml")),
     "gateway-exact-pin": partial(envoy_gateway.configuration, load("envoy/gateway/exact-pin.yaml")),
 }

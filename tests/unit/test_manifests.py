@@ -11,8 +11,10 @@ from typing import Any
 
 import msgspec
 import pytest
+from typer.testing import CliRunner
 
 from extproc import config as configuration
+from extproc.cli import app
 from extproc.discovery.kubernetes.rbac import rules
 from extproc.headers import ROUTING_HEADERS
 from tests.manifests import helm, mesh_files, schemas
@@ -105,14 +107,8 @@ def test_every_worker_starts_with_a_command_that_baton_knows(name: str) -> None:
             said = subprocess.run(words + options, env=known, capture_output=True, text=True, check=True)
             options = said.stdout.splitlines()
             assert "--data-parallel-rank=8" in options, "the second pod begins where the first ends"
-        done = subprocess.run(
-            [sys.executable, "-m", "extproc", "worker", *options, "--dry-run"],
-            env=variables,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
+        done = CliRunner().invoke(app, ["worker", *options, "--dry-run"], env=variables)
+        assert done.exit_code == 0, done.output
         assert "10.1.2.3" in done.stdout, "peers are told the pod's address"
 
 

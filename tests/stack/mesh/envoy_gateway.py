@@ -1,9 +1,10 @@
 """Envoy Gateway: what it makes of the HTTPRoute and the policies that we ship.
 
 The shape follows its translator (internal/xds/translator: listener.go, extproc.go, cluster.go, route.go and the expected output
-in testdata/out/xds-ir, of 2025 and 2026). Its releases differ in where a route's ext_proc stands: here as those have it that
-put each one into the connection manager, off, and turn it on by the route; the newest wraps it into a filter of filters. Only
-what our manifests say is translated, and anything else in them is refused, so that nothing of them goes unseen.
+in testdata/out/xds-ir, of 2025 and 2026). Its releases differ in where a route's ext_proc stands: most put each one into the
+connection manager, off, and turn it on by the route; the newest have it in the route itself, and a filter of filters runs it
+(``in_route``). Only what our manifests say is translated, and anything else in them is refused, so that nothing of them goes
+unseen.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from tests.stack.mesh.messages import message
 
 _EXTENSIONS = "type.googleapis.com/envoy.extensions"
 _DEFAULT_BUFFER = "32Ki"
+_CHAIN = "envoy.filters.http.filter_chain/eep"
 _BODY_MODES = {"Buffered": "BUFFERED", "Streamed": "STREAMED", "FullDuplexStreamed": "FULL_DUPLEX_STREAMED"}
 _BALANCERS = {
     "RoundRobin": ("envoy.load_balancing_policies.round_robin", "round_robin.v3.RoundRobin"),
@@ -24,7 +26,7 @@ _BALANCERS = {
 }
 
 
-def configuration(objects: list[dict[str, Any]], services: Services, ports: Ports) -> Any:
+def configuration(objects: list[dict[str, Any]], services: Services, ports: Ports, *, in_route: bool = False) -> Any:
     """The whole Envoy. A second route, for the host `other.test`, has no policy of ours."""
     route = only(objects, "HTTPRoute")
     extension = only(objects, "EnvoyExtensionPolicy")
@@ -57,7 +59,13 @@ def configuration(objects: list[dict[str, Any]], services: Services, ports: Port
             },
         }
     ]
-    listener = _listener(ports, client, [_filter(filter_name, processor, extproc)], routes, other)
+    made = {"name": filter_name, "disabled": True, "typed_config": _ext_proc(processor, extproc)}
+    if in_route:
+        chain = {"filters": [{"name": "envoy.filters.http.ext_proc/0", "typed_config": made["typed_config"]}]}
+        kind = f"{_EXTENSIONS}.filters.http.filter_chain.v3.FilterChainConfig"
+        routes[0]["typed_per_filter_config"] = {_CHAIN: {"@type": f"{kind}PerRoute", "filter_chain": chain}}
+        made = {"name": _CHAIN, "disabled": True, "typed_config": {"@type": kind}}
+    listener = _listener(ports, client, [made], routes, other)
     return bootstrap(ports, [listener], clusters)
 
 
@@ -132,7 +140,7 @@ def _listener(
     )
 
 
-def _filter(name: str, processor: dict[str, Any], cluster: str) -> dict[str, Any]:
+def _ext_proc(processor: dict[str, Any], cluster: str) -> dict[str, Any]:
     processor = dict(processor)
     mode = dict.fromkeys(("request_header_mode", "response_header_mode"), "SKIP")
     mode |= dict.fromkeys(("request_body_mode", "response_body_mode"), "NONE")
@@ -145,10 +153,11 @@ def _filter(name: str, processor: dict[str, Any], cluster: str) -> dict[str, Any
         if settings["body"] == "FullDuplexStreamed":
             mode[f"{side}_trailer_mode"] = "SEND"
     metadata, retry = processor.pop("metadata"), processor.pop("backendSettings")["retry"]
-    fail_open = processor.pop("failOpen", False)
+    fail_open, message_timeout = processor.pop("failOpen", False), processor.pop("messageTimeout", "0.2s")
     # The rule of its CRD.
     assert not (fail_open and "FullDuplexStreamed" in {settings["body"] for settings in wanted.values()})
-    config = {
+    assert set(processor) == {"backendRefs"}, processor
+    return {
         "@type": f"{_EXTENSIONS}.filters.http.ext_proc.v3.ExternalProcessor",
         "failure_mode_allow": fail_open,
         "grpc_service": {
@@ -156,7 +165,7 @@ def _filter(name: str, processor: dict[str, Any], cluster: str) -> dict[str, Any
             "timeout": "10s",
             "retry_policy": {"num_retries": retry["numRetries"], "retry_on": ",".join(retry["retryOn"]["triggers"])},
         },
-        "message_timeout": processor.pop("messageTimeout", "0.2s"),
+        "message_timeout": message_timeout,
         "processing_mode": mode,
         "allow_mode_override": allow_override,
         "metadata_options": {
@@ -164,8 +173,6 @@ def _filter(name: str, processor: dict[str, Any], cluster: str) -> dict[str, Any
             "receiving_namespaces": {"untyped": metadata["writableNamespaces"]},
         },
     }
-    assert set(processor) == {"backendRefs"}, processor
-    return {"name": name, "disabled": True, "typed_config": config}
 
 
 def _action(cluster: str, rule: dict[str, Any], backend: dict[str, Any]) -> dict[str, Any]:

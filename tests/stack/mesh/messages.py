@@ -31,8 +31,25 @@ TYPES = "type.googleapis.com/"
 _OVERRIDE_HOST = "envoy/extensions/load_balancing_policies/override_host/v3/override_host.proto"
 
 
+_FILTER_CHAIN = "envoy.extensions.filters.http.filter_chain.v3"
+
+
+def _filter_chain() -> FileDescriptorProto:
+    """The filter of filters, of which the installed messages know nothing."""
+    file = FileDescriptorProto(name="filter_chain.proto", package=_FILTER_CHAIN, syntax="proto3")
+    file.dependency.append("envoy/config/core/v3/extension.proto")
+    for kind, name, label, held in (
+        ("FilterChain", "filters", FieldDescriptor.LABEL_REPEATED, "envoy.config.core.v3.TypedExtensionConfig"),
+        ("FilterChainConfig", "default_filter_chain", FieldDescriptor.LABEL_OPTIONAL, f"{_FILTER_CHAIN}.FilterChain"),
+        ("FilterChainConfigPerRoute", "filter_chain", FieldDescriptor.LABEL_OPTIONAL, f"{_FILTER_CHAIN}.FilterChain"),
+    ):
+        field = file.message_type.add(name=kind).field.add(name=name, number=1, label=label)
+        field.type, field.type_name = FieldDescriptor.TYPE_MESSAGE, f".{held}"
+    return file
+
+
 def _with_newer_fields() -> descriptor_pool.DescriptorPool:
-    """All files of the installed messages, and what Envoy 1.40 has beside them: `OverrideHost.selected_host_key`."""
+    """All files of the installed messages, and what Envoy 1.40 has beside them."""
     pool, default, added = descriptor_pool.DescriptorPool(), descriptor_pool.Default(), set[str]()
 
     def add(file: FileDescriptor) -> None:
@@ -70,6 +87,7 @@ def _with_newer_fields() -> descriptor_pool.DescriptorPool:
         "envoy.extensions.upstreams.http.v3.HttpProtocolOptions",
     ):
         add(default.FindMessageTypeByName(name).file)
+    pool.Add(_filter_chain())
     return pool
 
 
