@@ -47,6 +47,7 @@ def finish(trace: RequestTrace, journey: Journey) -> None:
         "baton.treatment": None if record.treatment is None else record.treatment.value,
         "baton.outcome": outcome,
         "baton.policy": labels.policy,
+        "baton.pool": record.pool,
         "baton.mode": labels.mode,
         "baton.tenant": None if labels.tenant == NONE else labels.tenant,
         "baton.reason": record.whole_reason or (None if decision is None else decision.reason),

@@ -68,6 +68,15 @@ async def test_a_worker_that_is_down_is_shown_before_the_busy_ones() -> None:
     assert "down" in text
 
 
+async def test_pools_have_a_column_where_there_are_any_and_it_fits() -> None:
+    found = await a_document(2, 2)
+    assert not any("pool" in line for line in frame(found, 80, None))
+    found.workers[1].pool = "gold"
+    lines = frame(found, 80, None)
+    (row,) = (line for line in lines if line.startswith("gold"))
+    assert found.workers[1].address in row and max(map(len, lines)) <= 80
+
+
 async def test_a_filter_that_went_away_is_said_over_what_it_said_last() -> None:
     text = "\n".join(frame(await a_document(1, 1), 120, 40, fault="connection refused", age_s=12.0))
     assert "no answer for 12 s: connection refused" in text
