@@ -112,6 +112,29 @@ def test_every_worker_starts_with_a_command_that_baton_knows(name: str) -> None:
         assert "10.1.2.3" in done.stdout, "peers are told the pod's address"
 
 
+def test_cache_server_starts_with_a_command_that_baton_knows() -> None:
+    objects = template("llama-70b-h200", sets=("cache.diskGb=100", "cache.remote=redis://kv.internal:6380"))
+    made = container(find(objects, "Deployment", "baton-cache"))
+    variables = {each["name"]: each["value"] for each in made["env"] if each["name"] != "BATON_CACHE_PASSWORD_FILE"}
+    done = CliRunner().invoke(app, ["cache-server", *made["args"], "--dry-run"], env=variables)
+    assert done.exit_code == 0, done.output
+    assert "--l1-size-gb 256" in done.stdout and "kv.internal" in done.stdout
+    policy = find(objects, "NetworkPolicy", "baton-cache")["spec"]
+    assert {"port": 6380} in [port for rule in policy["egress"] for port in rule["ports"]], "its remote tier"
+    told = environment(find(objects, "Deployment", "baton-prefill"))["BATON_CACHE_SERVER"]
+    assert told == "baton-cache.inference.svc.cluster.local:5555"
+    assert "BATON_CACHE_SERVER" not in environment(find(objects, "Deployment", "baton-decode"))
+
+
+def test_large_numbers_stay_whole_numbers(tmp_path: Path) -> None:
+    """Helm hands numbers of values on as floating point, and would write 3.3554432e+07."""
+    file = tmp_path / "values.yaml"
+    file.write_text("filter: {config: {limits: {max_body_bytes: 33554432}}}", encoding="utf-8")
+    made = helm.run("template", "baton", str(helm.CHART), "--values", str(file), "--set", "gateway.kind=istio")
+    assert "max_body_bytes: 33554432" in made
+    assert f"request_body_buffer_limit: {33554432 + 1048576}" in made
+
+
 @pytest.mark.parametrize("name", examples())
 def test_pod_that_is_told_to_go_has_time_for_its_requests(name: str) -> None:
     for worker in workers(template(name)):

@@ -113,6 +113,22 @@ def _listener() -> Any:
         "forward_client_cert_details": "SANITIZE_SET",
         "set_current_client_cert_details": {"subject": True, "cert": True, "dns": True, "uri": True},
         "upgrade_configs": [{"upgrade_type": "websocket"}],
+        "tracing": {
+            "client_sampling": {"value": 100},
+            "random_sampling": {"value": 1},
+            "overall_sampling": {"value": 100},
+            "custom_tags": [{"tag": "istio.mesh_id", "literal": {"value": "cluster.local"}}],
+        },
+        "access_log": [
+            {
+                "name": "envoy.access_loggers.file",
+                "typed_config": {
+                    "@type": f"{_EXTENSIONS}.access_loggers.file.v3.FileAccessLog",
+                    "path": "/dev/null",
+                    "log_format": {"text_format_source": {"inline_string": "%REQ(:METHOD)% %RESPONSE_CODE%\n"}},
+                },
+            }
+        ],
         "stream_idle_timeout": "0s",
         "normalize_path": True,
         "path_with_escaped_slashes_action": "KEEP_UNCHANGED",

@@ -6,6 +6,7 @@ from typing import Any
 
 # Whatever an Any in a manifest may hold has to be imported to be known.
 import envoy.config.bootstrap.v3.bootstrap_pb2
+import envoy.extensions.access_loggers.file.v3.file_pb2
 import envoy.extensions.access_loggers.filters.cel.v3.cel_pb2
 import envoy.extensions.filters.http.cors.v3.cors_pb2
 import envoy.extensions.filters.http.ext_proc.v3.ext_proc_pb2
@@ -70,6 +71,7 @@ def _with_newer_fields() -> descriptor_pool.DescriptorPool:
 
     for name in (
         "envoy.config.bootstrap.v3.Bootstrap",
+        "envoy.extensions.access_loggers.file.v3.FileAccessLog",
         "envoy.extensions.access_loggers.filters.cel.v3.ExpressionFilter",
         "envoy.extensions.filters.http.cors.v3.Cors",
         "envoy.extensions.filters.http.ext_proc.v3.ExternalProcessor",
