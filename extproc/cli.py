@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from extproc import __version__, cli_cache, cli_kubernetes, cli_preflight, cli_top, cli_worker
+from extproc import __version__, cli_cache, cli_epp, cli_kubernetes, cli_preflight, cli_top, cli_worker
 from extproc.config import Config, ConfigError, load
 
 if TYPE_CHECKING:
@@ -233,6 +233,10 @@ def check(config: ConfigOption = Path("baton.yaml")) -> None:
     table.add_row("admin", settings.admin)
     table.add_row("Envoy listens on", settings.envoy.listen)
     table.add_row("Envoy learns of workers", settings.envoy.eds_dir or "over gRPC, from the filter")
+    if settings.routes.only:
+        table.add_row(
+            "chooses", "no workers, only the route: x-gateway-model-name" + (", x-baton-pool" if settings.names_pools else "")
+        )
     for pool in settings.pools:
         what = [*(f"{name}={value}" for name, value in pool.labels.items()), *pool.models]
         table.add_row(f"pool {pool.name}", ", ".join(what))
@@ -411,6 +415,7 @@ def explain(
 
 
 cli_cache.register(app)
+cli_epp.register(app)
 cli_kubernetes.register(app)
 cli_preflight.register(app)
 cli_top.register(app)

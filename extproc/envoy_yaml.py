@@ -164,7 +164,7 @@ _COMMENTS: Mapping[str, str] = {
     ),
     "combined_validation_context": "Signed by these authorities, and for this name: nothing else is a worker, or the filter.",
     "clusters.extproc.transport_socket": "TLS to the filter. Without a validation context any certificate is taken.",
-    "routes.0.match.headers.0.name": (
+    "match.headers.x-baton-pool": (
         "The filter names the pool of the worker that it has chosen, and has the routes matched again. What a client sends under "
         "this name is gone before."
     ),
