@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import io
 import json
 from collections.abc import AsyncIterator
@@ -16,7 +17,7 @@ from aiohttp import web
 from extproc.headers import ROUTING_HEADERS
 from tests.stack.fake_worker import PARAMS_BYTES, FakeWorker, Received, begun_until
 from tests.stack.mesh import envoy_gateway, istio
-from tests.stack.mesh.manifests import load
+from tests.stack.mesh.manifests import load, of_kind
 from tests.stack.mesh.stack import Build, MeshStack
 
 ISTIO = "istio"
@@ -192,3 +193,14 @@ async def test_worker_that_the_mesh_does_not_know_is_never_connected_to(shape: s
             assert status == 503 and not by_gateway(*stack.decode), "nobody else takes it"
         else:
             assert status == 200 and len(by_gateway(*stack.decode)) == 1, "another one of the pool takes it"
+
+
+async def test_istio_speaks_tls_to_a_filter_with_a_certificate_of_its_own() -> None:
+    """`filter.tls.mode: self_signed`: what the chart then adds to the DestinationRule."""
+    objects = copy.deepcopy(load("envoy/istio/envoyfilter.yaml"))
+    (rule,) = [each for each in of_kind(objects, "DestinationRule") if each["metadata"]["name"] == "baton-filter"]
+    rule["spec"]["trafficPolicy"]["tls"] = {"mode": "SIMPLE", "insecureSkipVerify": True}
+    async with MeshStack(partial(istio.configuration, objects), tls="self_signed") as stack:
+        status, _ = await ask(stack, b'{"model":"m","prompt":"hello"}')
+        assert status == 200
+        assert len(by_gateway(*stack.decode)) == 1 and len(stack.prefill.received) == 1

@@ -112,6 +112,13 @@ def test_every_worker_starts_with_a_command_that_baton_knows(name: str) -> None:
         assert "10.1.2.3" in done.stdout, "peers are told the pod's address"
 
 
+@pytest.mark.parametrize(("mode", "said"), [("none", None), ("self_signed", {"mode": "SIMPLE", "insecureSkipVerify": True})])
+def test_istio_is_told_of_tls_at_the_filter(mode: str, said: object) -> None:
+    objects = template("istio", sets=(f"filter.tls.mode={mode}",))
+    assert find(objects, "DestinationRule", "baton-filter")["spec"]["trafficPolicy"].get("tls") == said
+    assert baton_yaml(objects).tls_mode == mode
+
+
 def test_cache_server_starts_with_a_command_that_baton_knows() -> None:
     objects = template("llama-70b-h200", sets=("cache.diskGb=100", "cache.remote=redis://kv.internal:6380"))
     made = container(find(objects, "Deployment", "baton-cache"))

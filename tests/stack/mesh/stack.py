@@ -37,7 +37,9 @@ class MeshStack:
     runs behind the gateway already.
     """
 
-    def __init__(self, build: Build, *, decode_from: Literal["pool", "outside"] = "pool") -> None:
+    def __init__(
+        self, build: Build, *, decode_from: Literal["pool", "outside"] = "pool", tls: Literal["none", "self_signed"] = "none"
+    ) -> None:
         front, admin, grpc, health, metrics, filter_admin, *workers = free_ports(11)
         self.ports = Ports(front, admin)
         self.prefill = FakeWorker("prefill-0", workers[0], prefill_answer)
@@ -61,7 +63,7 @@ class MeshStack:
             "listen": f"127.0.0.1:{grpc}",
             "admin": f"127.0.0.1:{filter_admin}",
             "transport": TRANSPORT,
-            "tls": {"mode": "none"},
+            "tls": {"mode": tls},
             "epp": {"enabled": True, "health_listen": f"127.0.0.1:{health}", "metrics_listen": f"127.0.0.1:{metrics}"},
             "workers": {"prefill": [self.prefill.address], "decode": [worker.address for worker in known]},
             "policies": [{"name": "default", "mode": "disaggregate", "objective": "round-robin", "dispatch": "immediate"}],
