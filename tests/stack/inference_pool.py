@@ -3,9 +3,10 @@
 Three shapes. ``istio``: the filter of the listener is off, each route turns it on (ExtProcPerRoute), the cluster balances by
 `override_host` with a policy that takes anybody where the pin cannot be kept, and `envoy.lb` alone passes both ways.
 ``header``: Envoy AI Gateway and llm-d's chart: a cluster of the type ORIGINAL_DST that connects to what the header says.
-``buffered``: the same with whole bodies of requests and streamed ones of answers, as an EnvoyExtensionPolicy can have it. All:
-bodies FULL_DUPLEX_STREAMED both ways but in the last one, trailers too, default rules of header mutation, no mode overrides, TLS
-to the picker without a look at its certificate, no access log service, no `baton` metadata.
+``buffered``: the same with whole bodies of requests and streamed answers, as an EnvoyExtensionPolicy can have it.
+
+All: bodies FULL_DUPLEX_STREAMED both ways but in the last one, trailers too, default rules of header mutation, no mode overrides,
+TLS to the picker without a look at its certificate, no access log service, no `baton` metadata.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -36,6 +38,7 @@ DESTINATION = "x-gateway-destination-endpoint"
 TYPE = "type.googleapis.com/envoy.extensions"
 HEADER, METADATA = "x-test-header", "x-test-metadata"
 """On answers: what the picker told Envoy in either way."""
+_BATON = (sys.executable, "-m", "extproc", "epp")
 _OPEN = ("baton_streams", "baton_endpoint_in_flight", "baton_endpoint_tokens")
 BODY = {"model": "m", "messages": [{"role": "user", "content": "Where do the wagons go?"}], "max_tokens": 8}
 
@@ -76,6 +79,8 @@ class Mesh:
         self.retry: Mapping[str, Any] | None = None
         """Retry policy of the route."""
         self.fail_open = False
+        self.options: list[str] | None = None
+        """Options of `baton epp`; None: `baton serve` with the configuration."""
         tree: dict[str, Any] = {
             "workers": {"prefill": [w.address for w in self.prefill], "decode": [w.address for w in self.decode]},
             "listen": self.listen,
@@ -92,6 +97,7 @@ class Mesh:
         for section, values in (settings or {}).items():
             tree[section] = values if isinstance(values, (list, str)) else {**tree.get(section, {}), **values}
         self.config = msgspec.convert(tree, Config)
+        self._config_file = self.directory / "baton.yaml"
 
     # -- its life --------------------------------------------------------------------------------------------------------------
 
@@ -101,7 +107,6 @@ class Mesh:
             for worker in (*self.prefill, *self.decode, *self.strangers):
                 await parts.enter_async_context(worker)
             self._parts = parts
-            self._config_file = self.directory / "baton.yaml"
             self._config_file.write_bytes(msgspec.json.encode(self.config))
             await self.start_picker()
             envoy_file = self.directory / "envoy.json"
@@ -121,7 +126,8 @@ class Mesh:
 
     async def start_picker(self) -> None:
         """Baton, until it is ready."""
-        self.picker = self._child("baton", *filter_command(self._config_file))
+        argv = filter_command(self._config_file) if self.options is None else [*_BATON, *self.options]
+        self.picker = self._child("baton", *argv)
         await self._until_answers(self.picker, f"{self.admin}/healthz")
 
     async def stop_picker(self) -> None:

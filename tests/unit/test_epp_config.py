@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import msgspec
 import pytest
 
+from extproc.cli_epp import secure_and_rest, settings_of
 from extproc.config import Config, ConfigError, parse
+from extproc.discovery.kubernetes.settings import PoolWorkers
 from extproc.epp import conformance
 
 WORKERS = 'workers: {prefill: ["10.0.0.1:8100"], decode: ["10.0.0.2:8200"]}\n'
@@ -71,3 +76,61 @@ def test_the_conformance_suites_header_names_addresses_or_hosts_of_the_pool_and_
     assert conformance.selection("fd00::1", known) == {"[fd00::1]:3000"}
     assert conformance.selection("10.9.9.9:22,example.org", known) == frozenset()
     assert conformance.selection("", known) == frozenset()
+
+
+# -- baton epp -----------------------------------------------------------------------------------------------------------------
+
+
+def options(base: Config | None = None, **more: Any) -> Config:
+    given: dict[str, Any] = {
+        "pool": PoolWorkers(name="llama"),
+        "prefill": None,
+        "ports": (9002, 9003, 9090),
+        "bind": "0.0.0.0",
+        "cert_path": None,
+        "secure": True,
+        "conformance": False,
+    }
+    return settings_of(base, **{**given, **more})
+
+
+def test_a_pools_name_is_enough() -> None:
+    made = options()
+    assert made.epp.enabled
+    assert made.workers.kubernetes is not None
+    assert [each.name for each in made.workers.kubernetes.inference_pools] == ["llama"]
+    assert (made.listen, made.epp.health_listen, made.epp.metrics_listen) == ("0.0.0.0:9002", "0.0.0.0:9003", "0.0.0.0:9090")
+    assert made.tls_mode == "self_signed"
+
+
+def test_options_hold_over_a_file_and_the_file_for_what_they_do_not_say() -> None:
+    base = config("log_level: debug\nepp: {ready_after_s: 7}")
+    made = options(base, ports=(7002, 7003, 7090), bind="[::]", conformance=True)
+    assert (made.log_level, made.epp.ready_after_s, made.epp.conformance_headers) == ("debug", 7, True)
+    assert (made.listen, made.epp.metrics_listen) == ("[::]:7002", "[::]:7090")
+    assert made.workers.prefill == ()
+    assert options(base, pool=None).workers == base.workers
+
+
+def test_a_folder_of_certificates_and_plaintext() -> None:
+    made = options(cert_path=Path("/certs"))
+    assert (made.tls_mode, made.tls.cert_file, made.tls.key_file) == ("files", "/certs/tls.crt", "/certs/tls.key")
+    assert options(secure=False).tls_mode == "none"
+
+
+def test_without_a_pool_and_without_a_file_nobody_knows_the_workers() -> None:
+    with pytest.raises(ConfigError, match="--pool-name"):
+        options(pool=None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "secure"),
+    [([], True), (["--secure-serving"], True), (["--secure-serving=true"], True), (["-secure-serving=false"], False)],
+)
+def test_flags_are_read_as_go_writes_them(arguments: list[str], secure: bool) -> None:
+    assert secure_and_rest([*arguments, "--zap-encoder", "json"]) == (secure, ["--zap-encoder", "json"])
+
+
+def test_a_flag_that_is_neither_true_nor_false_is_refused() -> None:
+    with pytest.raises(ConfigError, match="neither true nor false"):
+        secure_and_rest(["--secure-serving=perhaps"])
