@@ -51,19 +51,33 @@ function envoy_on_request(handle)
   end
   local body = handle:body(true)
   if may_hold_a_name(body:getBytes(0, body:length())) then return refuse(handle) end
+%(then)send
+"""
+
+_MARK = """\
   -- Waiting for the body has ended the life of `headers`.
   handle:headers():replace(%(open)s, "1")
   handle:clearRouteCache()
-end
 """
 
 
 def script() -> str:
     """The Lua that Envoy runs after the filter on every request; one that the filter has seen passes at its first line."""
+    return _made(_MARK % {"open": json.dumps(OPEN_HEADER)})
+
+
+def guard() -> str:
+    """The same for an Envoy that is not ours and lets requests through when the filter is away (`failureMode: FailOpen`,
+    `failOpen: true`): they go wherever its route says, and hold nothing that only the filter may say. It stands right behind
+    the ext_proc filter. Clients' own :data:`~extproc.headers.DESTINATION_HEADER` must be taken away before that one."""
+    return _made("")
+
+
+def _made(then: str) -> str:
     prompts = sorted(path for path, how in TABLE.items() if how.apart)
     return _SCRIPT % {
         "paths": ", ".join(f"[{json.dumps(path)}] = true" for path in prompts),
         "names": ", ".join(json.dumps(name) for name in _NAMES),
         "destination": json.dumps(DESTINATION_HEADER),
-        "open": json.dumps(OPEN_HEADER),
+        "then": then,
     }
