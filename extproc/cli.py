@@ -273,16 +273,20 @@ def envoy_config(
     ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write here instead of standard output.")] = None,
     processes: Annotated[int | None, typer.Option(help="As for `baton serve`, if it is told there.")] = None,
+    guard: Annotated[
+        bool, typer.Option("--guard", help="Only the Lua filter that a mesh's own Envoy needs behind ext_proc where it fails open.")
+    ] = False,
 ) -> None:
     """Write Envoy's configuration that fits the filter's."""
+    from extproc import filter_down
     from extproc.envoy_config import EXAMPLE
     from extproc.envoy_tls import write_secrets
     from extproc.envoy_yaml import render
 
     try:
         read = _with_processes(EXAMPLE if config is None else _load(config), processes)
-        text = render(read)
-        for path in write_secrets(read):
+        text = filter_down.guard() if guard else render(read)
+        for path in () if guard else write_secrets(read):
             typer.echo(f"wrote {path}", err=True)
         if output is None:
             sys.stdout.write(text)
