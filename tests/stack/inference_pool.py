@@ -5,8 +5,8 @@ Three shapes. ``istio``: the filter of the listener is off, each route turns it 
 ``header``: Envoy AI Gateway and llm-d's chart: a cluster of the type ORIGINAL_DST that connects to what the header says.
 ``buffered``: the same with whole bodies of requests and streamed answers, as an EnvoyExtensionPolicy can have it.
 
-All: bodies FULL_DUPLEX_STREAMED both ways but in the last one, trailers too, default rules of header mutation, no mode overrides,
-TLS to the picker without a look at its certificate, no access log service, no `baton` metadata.
+All: bodies FULL_DUPLEX_STREAMED both ways but in the last one, trailers too, default rules of header mutation, no mode
+overrides, TLS to the picker without a look at its certificate, no access log service, no `baton` metadata.
 """
 
 from __future__ import annotations

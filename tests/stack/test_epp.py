@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import aiohttp
@@ -235,6 +236,33 @@ async def test_a_picker_that_is_restarted_with_another_certificate_goes_on(trans
             while (await mesh.ask())[0] != 200:
                 await asyncio.sleep(0.1)
         await mesh.at_rest()
+
+
+@pytest.mark.parametrize("transport", ["lean", "grpc"])
+@pytest.mark.parametrize("shape", ["istio", "header"])
+async def test_many_at_once_of_whom_some_leave_get_whole_answers_and_leave_nothing_behind(shape: Shape, transport: str) -> None:
+    dice = random.Random(7)
+    whole = [f'data: {{"text":"{word}"}}' for word in ("one", "two", "three")]
+
+    async def one(mesh: Mesh, leaves_after_s: float | None) -> None:
+        body = {"stream": True, "messages": [{"role": "user", "content": "wagon " * dice.randrange(1, 20_000)}]}
+        asking = asyncio.create_task(mesh.ask(**body))
+        if leaves_after_s is not None:
+            await asyncio.wait((asking,), timeout=leaves_after_s)
+            asking.cancel()
+            await asyncio.wait((asking,))
+            return
+        code, text, headers = await asking
+        assert (code, headers[HEADER]) == (200, headers[METADATA])
+        assert [line for line in text.split("\n\n") if line] == [*whole, "data: [DONE]"]
+
+    async with Mesh(shape, prefill=2, decode=3, transport=transport) as mesh:
+        await asyncio.gather(*(one(mesh, dice.uniform(0, 0.4) if number % 3 == 0 else None) for number in range(120)))
+        await mesh.at_rest()
+        found = await mesh.metrics()
+        assert found.get("baton_ledger_leaks_total", 0.0) == 0
+        assert not any(value for name, value in found.items() if "protocol_error" in name or "internal_error" in name)
+        assert not [line for line in mesh.log_lines() if line["level"] in ("error", "critical")]
 
 
 async def test_a_gateway_that_fails_open_goes_on_without_its_picker_where_there_is_no_body() -> None:
