@@ -36,6 +36,14 @@ if TYPE_CHECKING:  # it imports the library, which is not even looked for where 
 _ANOTHER_MAY_DO = frozenset(("prefill_failed", "prefill_unreachable", "prefill_timeout", "handoff_invalid"))
 
 
+_ENOUGH_SHARE = 0.5
+_ENOUGH_S, _TIMES_EXPECTED = 5.0, 10.0
+"""When a worker that did not answer in time is held to have failed: it had so much of the time that the configuration gives it,
+or so many seconds and so many times what was expected of it. Less is what a client's own deadline leaves, or the queue."""
+
+_NO_TIME_S = 0.002
+"""Timers of event loops are this exact."""
+
 LAST_CHANCE_S = 0.02
 """How long a prefill call goes on when nobody waits for it any more: enough to read a reply that has come already. The blocks
 of one that is not read stay pinned until their lease ends."""
@@ -148,7 +156,8 @@ class Prefiller:
                     code=error.code,
                     reason=error.message,
                 )
-                if error.code not in _ANOTHER_MAY_DO or len(tried) >= ask.retries:
+                late = self._clock() >= ask.deadline_s - _NO_TIME_S
+                if error.code not in _ANOTHER_MAY_DO or len(tried) >= ask.retries or late:
                     raise
                 failure = error.with_traceback(None)  # which refers to this frame
                 tried.append(endpoint.address)
@@ -176,6 +185,8 @@ class Prefiller:
         except ApiError as error:
             outcome, code = "failed", error.code
             blame = error.code in _ANOTHER_MAY_DO and not isinstance(error, BusyError)
+            if error.code == "prefill_timeout":
+                blame = self._had_its_time(self._clock() - started, ticket)
             raise
         finally:
             if ask.trace is not None and span is not None:
@@ -185,6 +196,15 @@ class Prefiller:
                 self._dispatcher.prefill_failed(ticket, blame=blame)
             self.in_flight -= 1
             self._metrics.prefill_seconds.observe(self._clock() - started, outcome)
+
+    def _had_its_time(self, had_s: float, ticket: Ticket) -> bool:
+        settings = self._settings
+        if had_s >= _ENOUGH_SHARE * min(settings.attempt_timeout_s or settings.timeout_s, settings.timeout_s):
+            return True
+        if ticket.decision is None:
+            return False
+        terms = ticket.decision.terms
+        return had_s >= max(_ENOUGH_S, _TIMES_EXPECTED * (terms.queue_prefill_s + terms.prefill_s))
 
     async def _call(self, ask: Ask, pair: Pair, context: str, over: asyncio.Future[Any] | None) -> Prefilled:
         sent_s = self._clock()

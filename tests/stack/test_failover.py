@@ -59,9 +59,38 @@ async def test_a_worker_that_says_it_is_busy_is_passed_over_for_the_request_and_
             assert (await post(stack, "/v1/completions", PROMPT))[0] == 200
         assert (len(busy.received), len(free.received)) == (1, 2)
         assert await fallbacks(stack, "retry") == 1
-        async with aiohttp.ClientSession() as session, session.get(f"{stack.admin}/debug/snapshot") as answer:
-            legs = {each["address"]: each["prefill"] for each in (await answer.json())["endpoints"]}
-        assert (legs[busy.address]["failures"], legs[busy.address]["blocked_for_s"]) == (0, 0)
+        assert await prefill_failures(stack) == [0, 0]
+
+
+async def prefill_failures(stack: Stack) -> list[int]:
+    """In a row, of each prefill worker, as the decision counts them."""
+    async with aiohttp.ClientSession() as session, session.get(f"{stack.admin}/debug/snapshot") as answer:
+        legs = {each["address"]: each["prefill"] for each in (await answer.json())["endpoints"]}
+    return [legs[worker.address]["failures"] for worker in stack.prefill]
+
+
+async def test_a_client_that_gives_its_request_no_time_does_not_make_workers_count_as_failing() -> None:
+    settings = {"prefill": {"retries": 1, "timeout_s": 30.0}, "routing": {"breaker_failures": 1, "breaker_pause_s": 60.0}}
+    async with Stack(prefill=2, decode=1, settings=settings) as stack:
+        for worker in stack.prefill:
+            worker.answer = hang
+        for timeout_ms in ("1", "20", "300"):
+            status, answer, _ = await post(stack, "/v1/completions", PROMPT, **{"x-request-timeout-ms": timeout_ms})
+            assert status == 504 and error_of(answer)["code"] == "prefill_timeout"
+        assert await prefill_failures(stack) == [0, 0]
+        assert await fallbacks(stack, "retry") == 0, "there was no time for another one"
+        stack.prefill[0].answer = stack.prefill[1].answer = prefill_answer
+        assert (await post(stack, "/v1/completions", PROMPT))[0] == 200
+
+
+async def test_a_worker_that_used_up_the_deadline_has_failed_and_one_that_was_not_asked_has_not() -> None:
+    settings = {"prefill": {"retries": 1, "timeout_s": 0.6}, "routing": {"breaker_failures": 1, "breaker_pause_s": 60.0}}
+    async with Stack(prefill=2, decode=1, settings=settings) as stack:
+        for worker in stack.prefill:
+            worker.answer = hang
+        assert (await post(stack, "/v1/completions", PROMPT))[0] == 504
+        assert [len(worker.received) for worker in stack.prefill] == await prefill_failures(stack)
+        assert sorted(await prefill_failures(stack)) == [0, 1]
 
 
 async def test_no_more_workers_are_tried_than_the_configuration_says() -> None:
