@@ -274,7 +274,8 @@ def envoy_config(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write here instead of standard output.")] = None,
     processes: Annotated[int | None, typer.Option(help="As for `baton serve`, if it is told there.")] = None,
     guard: Annotated[
-        bool, typer.Option("--guard", help="Only the Lua filter that a mesh's own Envoy needs behind ext_proc where it fails open.")
+        bool,
+        typer.Option("--guard", help="Only the Lua filter that a mesh's own Envoy needs behind ext_proc where it fails open."),
     ] = False,
 ) -> None:
     """Write Envoy's configuration that fits the filter's."""
