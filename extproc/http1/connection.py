@@ -94,6 +94,7 @@ class Connection(asyncio.Protocol):
         self._unsent: memoryview | None = None
         """What is still to be written of a large body."""
         self._paused = False
+        self._encrypted = False
         self._reset()
 
     def _reset(self) -> None:
@@ -166,6 +167,7 @@ class Connection(asyncio.Protocol):
         """Open."""
         opened = cast(asyncio.Transport, transport)  # uvloop's are none by descent
         self._transport = opened
+        self._encrypted = opened.get_extra_info("sslcontext") is not None
         opened.set_write_buffer_limits(high=PIECE_BYTES)
         self._poll.register(opened.get_extra_info("socket").fileno(), select.POLLIN | _CLOSED_BY_PEER)
         self._parser = httptools.HttpResponseParser(self)
@@ -176,6 +178,9 @@ class Connection(asyncio.Protocol):
         del self._parser  # it refers to us, and the collector of cycles may not come for long
         self._owner.lost(self)
         why = "closed by the peer" if exc is None else tls_reason(exc) or type(exc).__name__
+        if exc is None and self._encrypted and not self._known:
+            # TLS 1.3: a server says no to a client's certificate after the client's side of the handshake is over.
+            why += "; does it want a certificate of ours that it trusts?"
         self._fail(BrokenError(f"the connection ended {'in' if self._known else 'before'} the answer ({why})"))
 
     def eof_received(self) -> bool:
