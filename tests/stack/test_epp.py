@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
 import aiohttp
 import pytest
@@ -222,6 +222,31 @@ async def test_a_limit_is_429_with_a_time_and_nobody_ready_503(shape: Shape) -> 
         await mesh.until_metric(f'baton_endpoint_live{{endpoint="{mesh.decode[0].address}",role="decode"}}', 0)
         code, text, _ = await mesh.ask()
         assert (code, '"code":"no_decode_worker"' in text) == (503, True)
+        await mesh.at_rest()
+
+
+@pytest.mark.parametrize("shape", ["istio", "header", "buffered"])
+async def test_a_full_queue_is_429_and_whoever_waits_in_it_is_served_or_may_leave(shape: Shape) -> None:
+    settings = {"policies": [{"name": "default", "mode": "disaggregate"}], "routing": {"step_tokens": 300, "queue_requests": 2}}
+    async with Mesh(shape, decode=1, settings=settings) as mesh:
+        gate = asyncio.Event()
+        mesh.prefill[0].answer = when(gate)
+
+        def asked(number: int) -> asyncio.Task[tuple[int, str, Mapping[str, str]]]:
+            return asyncio.create_task(mesh.ask(messages=[{"role": "user", "content": f"{number} " * 400}]))
+
+        first = asked(1)
+        await mesh.until(lambda: bool(mesh.prefill[0].received))
+        waits, leaves = asked(2), asked(3)
+        await mesh.until_metric("baton_queue_requests", 2)
+        code, text, headers = await asked(4)
+        assert (code, '"code":"queue_full"' in text) == (429, True)
+        assert int(headers["retry-after"]) >= 1
+        leaves.cancel()
+        await mesh.until_metric("baton_queue_requests", 1)
+        gate.set()
+        assert ((await first)[0], (await waits)[0]) == (200, 200)
+        assert len(mesh.prefill[0].received) == 2
         await mesh.at_rest()
 
 
