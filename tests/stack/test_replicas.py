@@ -213,3 +213,34 @@ async def test_lines_of_the_log_reach_the_replica_whose_request_it_was() -> None
                     break
                 await asyncio.sleep(0.1)
         assert [await each.metric("baton_access_log_lost_total") for each in pair.replicas] == [0, 0]
+
+
+@pytest.mark.timeout(150)
+async def test_a_replica_that_stands_still_holds_up_its_own_requests_for_seconds_and_no_other() -> None:
+    """As one whose host has vanished: nobody says that its connections are over."""
+    async with Pair(prefill=2, decode=2) as pair:
+        first, second = pair.first, pair.second
+        load = Load(pair)
+        await load.more(30)
+        pid = first.pid()
+        os.kill(pid, signal.SIGSTOP)
+        stopped_s = time.time()
+        try:
+            async with asyncio.timeout(5):
+                while await second.metric("baton_siblings"):
+                    await asyncio.sleep(0.02)
+            async with asyncio.timeout(30):  # Envoy's health checks, then its pings: from here on it has nothing there
+                while any(began_s < stopped_s + 5.0 for began_s in load.open.values()) or time.time() < stopped_s + 5.0:
+                    await asyncio.sleep(0.05)
+            done_s = time.time()
+            await load.more(60)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        await load.stop()
+        failed = [each for each in load.done if each.failed]
+        assert all(each.began_s < stopped_s + 5.0 for each in failed), failed
+        assert all(each.ended_s - each.began_s < 20.0 for each in load.done)
+        assert not {each.name for each in failed} & second.served().keys()
+        await pair.together()
+        assert await pair.empty(LEASE_S + 8.0) == {}
+        print(f"{len(failed)} of {len(load.done)} failed, the last one after {done_s - stopped_s:.1f} s")
