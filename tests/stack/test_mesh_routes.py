@@ -84,6 +84,7 @@ class Mesh:
             "admin": f"127.0.0.1:{admin}",
             "policies": [{"name": "default", "allow_overrides": ["policy"], **_FORCED}],
             "health": {"interval_s": 0.1},
+            "drain": {"delay_s": 0.1, "timeout_s": 10.0},
             "warm_up": {"enabled": False},
             "observe": {"sample": 0},
             "envoy": {
