@@ -169,7 +169,7 @@ def test_a_worker_that_never_prefilled_counts_as_fast_as_one_that_did_unless_the
     assert costs.prefill_rate(w["p1"]).seconds(1000) == pytest.approx(0.5, rel=0.1)
     assert costs.prefill_rate(w["d0"]).seconds(1000) == pytest.approx(0.5, rel=0.1)
     assert costs.prefill_rate(w["q0"]).seconds(1000) == pytest.approx(0.2, rel=0.1)
-    costs.forget("p0")
+    costs.forget(["p0"])
     assert costs.prefill_rate(w["p0"]).seconds(1000) == pytest.approx(0.5, rel=0.1)
 
 

@@ -258,10 +258,11 @@ def test_whoever_gives_the_router_more_to_know_meets_this_test() -> None:
     }
     assert set(Leg.__slots__) <= {
         *("_ended_s", "blocked_until_s", "busy_until_s", "claims", "external_requests", "external_s", "failures"),
+        "external_tokens",
         *("others", "others_tokens", "tokens", "trial", "turn", "version"),  # others: part of the claims
     }
     assert set(Claim.__slots__) <= {"another", "late", "leg", "since_s", "tokens", "work_s"}
-    assert set(Waiting.__slots__) <= {"came_s", "job", "late", "limit_s", "line", "position", "slo_s", "work_s"}
+    assert set(Waiting.__slots__) <= {"came_s", "job", "kind", "late", "limit_s", "line", "position", "slo_s", "work_s"}
     router = a_router()
     assert set(vars(router)) <= {
         *("pool", "settings", "index", "costs", "picker", "queue", "predicted_tokens", "reported_tokens", "_turn", "_tickets"),
