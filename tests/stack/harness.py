@@ -71,10 +71,10 @@ class Stack:
         self._tree = tree
         self.configure(**(settings or {}))
 
-    def configure(self, **sections: Mapping[str, Any] | list[Any] | str) -> None:
-        """Override fields of the configuration, by section; before the stack is entered. A list or a word is replaced whole."""
+    def configure(self, **sections: Mapping[str, Any] | list[Any] | str | int) -> None:
+        """Override fields of the configuration, by section; before the stack is entered. What is no section is replaced."""
         for section, values in sections.items():
-            self._tree[section] = values if isinstance(values, (list, str)) else {**self._tree.get(section, {}), **values}
+            self._tree[section] = values if isinstance(values, (list, str, int)) else {**self._tree.get(section, {}), **values}
         self.config = msgspec.convert(self._tree, Config)
         assert isinstance(self.config.workers, Workers)
 

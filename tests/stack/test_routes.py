@@ -329,6 +329,23 @@ async def test_a_pool_that_is_full_in_envoy_is_no_matter_of_the_others() -> None
         assert (await stack.metrics())["baton_unknown_to_envoy_total"] == 0  # that is another thing
 
 
+async def test_several_processes_of_the_filter_agree_on_the_pools() -> None:
+    async with make(processes=2) as stack:
+        await settled(stack)
+
+        async def served() -> bool:  # each process asks the workers by itself what they serve
+            return all([(await ask(stack, "qwen"))[::2] == (200, "qwen") for _ in range(8)])
+
+        await until(served)
+        for model, headers, pool in (
+            ("llama-7b", {}, "llama"),
+            ("llama-7b", {"x-tenant": "acme"}, "gold"),
+            ("qwen", {}, "qwen"),
+        ):
+            for _ in range(8):
+                assert (await ask(stack, model, **headers))[::2] == (200, pool)
+
+
 async def test_pools_go_with_a_pin_that_needs_no_list_of_workers() -> None:
     async with make(envoy={"pin": "original_dst"}) as stack:
 
