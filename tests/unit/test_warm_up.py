@@ -211,3 +211,28 @@ def test_only_policies_that_hand_over_bring_workers_together() -> None:
     assert rules([gold, never]) == [gold.workers]
     assert rules([never]) == []
     assert rules([PolicyRule(name="whole", mode=Mode.AGGREGATE, allow_overrides=["mode"])]) == [WorkerLabels()]
+
+
+async def test_a_prompt_waits_for_the_workers_that_its_gateway_allows_and_for_no_others() -> None:
+    """With none of them in the pool it does not wait at all: the answer is 503, at once."""
+    world = World(decode=2)
+    world.live("p0", "d0")
+    await world.turn()
+    world.meetings.faults["d1"] = "no route"
+    world.live("d1")
+    await world.turn()
+    assert world.warming() == ["d1"]
+    assert world.warm_up.admit(job()) is None, "a pair is warm"
+
+    def among(*only: str) -> Job:
+        asked = job()
+        asked.only = frozenset(only)
+        return asked
+
+    assert world.warm_up.admit(among("d0")) is None
+    assert world.warm_up.admit(among("10.9.9.9:1")) is None
+    waiting = world.warm_up.admit(among("d1"))
+    assert waiting is not None
+    del world.meetings.faults["d1"]
+    await world.turn(100)
+    await asyncio.wait_for(waiting, 1)
