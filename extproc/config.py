@@ -309,7 +309,7 @@ class Epp(_Section, frozen=True, kw_only=True):
 
     enabled: bool = False
     """Be one. Then `listen` is `0.0.0.0:9002` and `admin` `127.0.0.1:9091` unless they are given, `tls` is `self_signed` unless
-    it says otherwise, and nothing is expected of Envoy that only `baton envoy-config` gives: its access log, streams watched."""
+    it says otherwise, nothing is expected of Envoy that only `baton envoy-config` gives: its access log, streams watched."""
     health_listen: str | None = "0.0.0.0:9003"
     """gRPC health in plaintext, as kubelets and gateways ask for it, and nothing else. null: only at `listen`."""
     health_services: list[str] = msgspec.field(default_factory=lambda: ["inference-extension"])
@@ -428,7 +428,8 @@ class Tracing(_Section, frozen=True, kw_only=True):
     service_name: str | None = None
     """null: `OTEL_SERVICE_NAME`, or `baton`. Envoy's own is `baton-envoy`. More attributes: `OTEL_RESOURCE_ATTRIBUTES`."""
     headers_file: str | None = None
-    """File with headers for the collector, such as a key, one `name: value` a line; null: `OTEL_EXPORTER_OTLP_HEADERS`.
+    """File with headers for the collector, such as a key, one `name: value` a line, read again when it changes; null:
+    `OTEL_EXPORTER_OTLP_HEADERS`.
     Only with `envoy: false`: Envoy's configuration is no place for a secret."""
     timeout_s: float = 5.0
     """One export, repeats included."""

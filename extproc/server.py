@@ -176,6 +176,8 @@ class Server:
             raise OSError(str(error)) from error
         self._expose_routing(router)
         tracing = self._open_tracing()
+        if tracing is not None:
+            secrets.follow(*tracing.followed)
         async with PrefillClient(config.prefill, link, self._pool.pool_at) as client, releaser, meeting:
             prefiller = Prefiller(
                 client=client,

@@ -7,9 +7,10 @@ wants a key would turn them down unread.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
-from extproc.tls.files import Followed, read_bounded
+from extproc.tls.files import read_bounded
+from extproc.tls.header_file import HeaderFile
 
 _MAX_BYTES = 16 << 10
 
@@ -28,27 +29,9 @@ def headers(key_file: str | None) -> Mapping[str, str]:
     return {"authorization": f"Bearer {key}"} if key else {}
 
 
-class WorkerKey(Mapping[str, str]):
+class WorkerKey(HeaderFile):
     """The same headers, as the file has them now."""
 
     def __init__(self, key_file: str | None) -> None:
         """Raises OSError with the file's name."""
-        self._file = key_file
-        self.followed = (
-            [] if key_file is None else [Followed("workers.api_key_file", [key_file], self._load, secret=[key_file])]
-        )
-        """Its file."""
-        self._now: Mapping[str, str] = {}
-        self._load()
-
-    def _load(self) -> None:
-        self._now = headers(self._file)
-
-    def __getitem__(self, name: str) -> str:
-        return self._now[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._now)
-
-    def __len__(self) -> int:
-        return len(self._now)
+        super().__init__("workers.api_key_file", key_file, headers)

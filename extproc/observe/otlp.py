@@ -103,7 +103,7 @@ class GrpcTransport:
 
     def __init__(self, where: Collector, headers: Mapping[str, str]) -> None:
         """Raises OSError if a certificate cannot be read."""
-        self._headers = tuple(headers.items())
+        self._headers = headers
         if where.tls:
             self._channel = grpc.secure_channel(where.authority, grpc.ssl_channel_credentials(_authorities()))
         else:
@@ -113,7 +113,7 @@ class GrpcTransport:
     def send(self, message: bytes, timeout_s: float) -> None:
         """One call. Raises ExportError."""
         try:
-            self._call(message, timeout=timeout_s, metadata=self._headers)
+            self._call(message, timeout=timeout_s, metadata=tuple(self._headers.items()))
         except grpc.RpcError as error:
             code = error.code()
             raise ExportError(f"gRPC {code.name}", again=code in _RETRYABLE_GRPC) from None
@@ -131,7 +131,7 @@ class HttpTransport:
     def __init__(self, where: Collector, headers: Mapping[str, str]) -> None:
         """Raises OSError if a certificate cannot be read."""
         self._where = where
-        self._headers = {**headers, "content-type": "application/x-protobuf"}
+        self._headers = headers
         self._tls = None
         if where.tls:
             authorities = _authorities()
@@ -145,7 +145,8 @@ class HttpTransport:
         else:
             connection = http.client.HTTPSConnection(where.host, where.port, timeout=timeout_s, context=self._tls)
         try:
-            connection.request("POST", where.path, message, self._headers)
+            headers = {**dict(self._headers.items()), "content-type": "application/x-protobuf"}
+            connection.request("POST", where.path, message, headers)
             status = connection.getresponse().status
         except (OSError, http.client.HTTPException) as error:
             raise ExportError(type(error).__name__, again=True) from None

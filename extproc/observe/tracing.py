@@ -12,7 +12,7 @@ import asyncio
 import os
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -36,6 +36,8 @@ from extproc.observe.otlp import Exporter, GrpcTransport, HttpTransport
 from extproc.observe.own_time import ANSWER, DECIDE, PARSE, QUEUE
 from extproc.observe.span_queue import SHUTDOWN_S, SpanQueue
 from extproc.routing.decision import Decision
+from extproc.tls.files import Followed
+from extproc.tls.header_file import HeaderFile
 
 TRACEPARENT: Final = "traceparent"
 
@@ -171,7 +173,9 @@ _SCOPE = InstrumentationScope("baton", __version__)
 class Tracing:
     """Begins the traces of one process, and sends them."""
 
-    def __init__(self, settings: Settings, queue: SpanQueue, resource: Resource) -> None:
+    def __init__(self, settings: Settings, queue: SpanQueue, resource: Resource, followed: Sequence[Followed] = ()) -> None:
+        """``followed``: files that are to be read again when they change."""
+        self.followed = tuple(followed)
         self.queue = queue
         self.resource = resource
         self._trusts_clients = settings.from_clients == "continue"
@@ -204,7 +208,7 @@ def open_tracing(settings: Settings, *, count: Callable[[str, int], None], log: 
     """Tracing to the collector of the configuration. Raises ConfigError, OSError."""
     assert settings.endpoint is not None
     where = collector(settings.endpoint, settings.protocol)
-    headers = _headers(settings.headers_file)
+    headers = HeaderFile("tracing.headers_file", settings.headers_file, _headers)
     exporter = Exporter(
         (GrpcTransport if settings.protocol == "grpc" else HttpTransport)(where, headers), timeout_s=settings.timeout_s
     )
@@ -213,7 +217,7 @@ def open_tracing(settings: Settings, *, count: Callable[[str, int], None], log: 
     name = settings.service_name or os.environ.get("OTEL_SERVICE_NAME") or "baton"
     resource = Resource.create({SERVICE_NAME: name, SERVICE_VERSION: __version__})
     log.info("tracing", collector=where.authority, protocol=settings.protocol, sample_ratio=settings.sample_ratio)
-    return Tracing(settings, queue, resource)
+    return Tracing(settings, queue, resource, headers.followed)
 
 
 class _Complaint:

@@ -84,11 +84,16 @@ class FileFollower:
         self, followed: Sequence[Followed], log: Logger, on_outcome: Callable[[str, str], None], *, poll_s: float = POLL_S
     ) -> None:
         """``on_outcome(name, outcome)`` is called for every change, to be counted."""
-        self._followed = tuple(followed)
+        self._followed: tuple[Followed, ...] = ()
         self._log = log
         self._on_outcome = on_outcome
         self._poll_s = poll_s
-        for each in self._followed:
+        self.follow(*followed)
+
+    def follow(self, *more: Followed) -> None:
+        """These, too. Before :meth:`run`."""
+        self._followed += more
+        for each in more:
             self._warn(each)
 
     async def run(self) -> None:

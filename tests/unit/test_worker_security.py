@@ -14,8 +14,10 @@ from extproc.discovery.guarded import Guarded, Networks
 from extproc.envoy_tls import sds_files
 from extproc.envoy_yaml import render
 from extproc.handoff.remote_hosts import RemoteHosts, host_fault
+from extproc.observe.tracing import _headers
 from extproc.routing.endpoint_spec import EndpointSet, EndpointSpec
 from extproc.tls.files import FAILED, RELOADED, Followed, open_to_others
+from extproc.tls.header_file import HeaderFile
 from extproc.tls.reasons import kind_of, tls_reason
 from extproc.tls.workers import WorkerLink, client_context
 from extproc.worker_key import WorkerKey
@@ -333,3 +335,17 @@ def test_followed_files_see_every_change(tmp_path: Path) -> None:
     (tmp_path / "b").write_text("1")
     assert followed.look() == RELOADED
     assert len(loads) == 2
+
+
+def test_headers_for_the_collector_are_read_again(tmp_path: Path) -> None:
+    file = tmp_path / "headers"
+    file.write_text("x-key: one\n")
+    headers = HeaderFile("tracing.headers_file", str(file), _headers)
+    (followed,) = headers.followed
+    file.write_text("x-key: the other one\nx-more: 1\n")
+    assert followed.look() == RELOADED
+    assert dict(headers.items()) == {"x-key": "the other one", "x-more": "1"}
+    file.write_text("no header, and a secret\n")
+    assert followed.look() == FAILED
+    assert followed.fault is not None and "secret" not in followed.fault
+    assert dict(headers.items()) == {"x-key": "the other one", "x-more": "1"}
