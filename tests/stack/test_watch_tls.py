@@ -1,4 +1,4 @@
-"""Where the filter's port has TLS, so has that of the process that watches streams."""
+"""Where the filter's port has TLS, so has that of the process that watches streams, and each of several processes."""
 
 from __future__ import annotations
 
@@ -44,3 +44,16 @@ async def test_streams_are_watched_over_tls(mode: str, tmp_path: Path) -> None:
                     assert response.status == 200
                     await response.read()
                 await asyncio.sleep(0.1)
+
+
+async def test_several_processes_have_tls_each() -> None:
+    (first,) = free_ports(1)  # the one after it is free too, or the start says so
+    stack = Stack(settings={"listen": f"127.0.0.1:{first}", "tls": {"mode": "self_signed"}, "processes": 2})
+    async with stack:
+        for _ in range(20):
+            async with stack.http.post("/v1/chat/completions", json=BODY) as response:
+                assert response.status == 200
+                await response.read()
+        if stack.config.transport == "lean":
+            found = await stack.metrics()
+            assert all(found[f'baton_tls_handshakes_total{{outcome="ok",process="{each}"}}'] > 0 for each in (0, 1))
