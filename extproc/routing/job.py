@@ -9,6 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from extproc.routing.prefix import Chain
+from extproc.routing.token_chain import TokenChain
 
 
 class Mode(Enum):
@@ -88,7 +89,9 @@ class Job(msgspec.Struct, kw_only=True):
 
     model: str | None
     chain: Chain
-    """The prompt as block hashes."""
+    """The prompt as block hashes of its text."""
+    token_chain: TokenChain | None = None
+    """The prompt as the engine caches it; None: its tokens are not known, or nobody asked for them."""
     tokens: int
     """Length of the prompt, estimated or known."""
     aims: Aims
