@@ -18,7 +18,7 @@ from aiohttp import web
 
 from extproc.admin_site import AdminSite
 from extproc.config import Address
-from tests.stack.harness import Stack
+from tests.stack.harness import BODY_MODE, Stack
 from tests.stack.raw_http import http1
 from workers.ready import free_ports
 
@@ -46,9 +46,12 @@ def port_of(stack: Stack) -> int:
     ],
 )
 async def test_headers_are_bounded_by_envoy(stack: Stack, fields: list[tuple[str, str]], path: str) -> None:
-    """60 KiB and 100 of them, the path included: 431, before anybody else sees them."""
+    """60 KiB and 100 of them, the path included: 431, before anybody else sees them.
+
+    Where answers pass the filter (full duplex), Envoy 1.40 closes the connection before this one is back from there.
+    """
     answer = await http1(port_of(stack), request(fields, path))
-    assert answer.startswith(b"HTTP/1.1 431 ")
+    assert answer.startswith(b"HTTP/1.1 431 ") if BODY_MODE == "buffered" else answer == b""
     assert not [record for worker in (*stack.prefill, *stack.decode) for record in worker.received]
 
 
