@@ -1,0 +1,217 @@
+"""Blocks of one size, and who holds each in which tier, as bit masks; found by the engine's hash and by our own key. Pure.
+
+All tables are cut into shards by the low bits of what they are looked up by: a dict that grows is copied in one go, and one
+with millions of entries would stop the process for a tenth of a second. What must go over everything (:meth:`Store.tidy`) goes
+shard by shard for the same reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+
+from extproc.routing.token_chain import KEY_MASK
+
+SHARDS = 1024
+_LOW = SHARDS - 1
+TIERS = 4
+
+_OLD_SHARE = 16
+"""Where there is no room left, the oldest of so many parts of a shard goes."""
+
+_Shards = list[dict[int, int]]
+
+
+class Store:
+    """Blocks of ``block_tokens`` tokens. A holder is a number, whose bit is set in the mask of what it holds."""
+
+    def __init__(self, block_tokens: int) -> None:
+        self.block_tokens = block_tokens
+        self.names: _Shards = [{} for _ in range(SHARDS)]
+        """Engine hash -> own key, what was stored last at the end."""
+        self.masks: list[_Shards] = [[{} for _ in range(SHARDS)] for _ in range(TIERS)]
+        """For each tier: own key -> who holds it there. May have bits of numbers that are given back, see :attr:`alive`."""
+        self.alive = 0
+        """Numbers that belong to somebody."""
+        self.counts: list[dict[int, int]] = [{} for _ in range(TIERS)]
+        """For each tier: number -> how many blocks it holds there. A tier that nobody uses is empty."""
+        self.repeats: dict[int, dict[int, int]] = {}
+        """Number -> own key and tier -> how many more blocks of equal content it has there than one: each goes by itself."""
+        self.blocks = 0
+        """Blocks that have a name."""
+        self._dead = 0
+        self._sweeping = 0
+        self._cursor = 0
+
+    # -- holders -----------------------------------------------------------------------------------------------------------
+
+    def new_number(self) -> int:
+        """A number for a new holder, the lowest that is free."""
+        taken = self.alive | self._dead
+        number = (~taken & (taken + 1)).bit_length() - 1
+        self.alive |= 1 << number
+        return number
+
+    def give_back(self, number: int) -> None:
+        """The holder holds nothing any more, and its number is nobody's. What it held is taken out by :meth:`tidy`."""
+        bit = 1 << number
+        self.alive &= ~bit
+        self._dead |= bit
+        for counts in self.counts:
+            counts.pop(number, None)
+        self.repeats.pop(number, None)
+
+    @property
+    def untidy(self) -> bool:
+        """Whether :meth:`tidy` has work."""
+        return bool(self._dead)
+
+    def tidy(self) -> None:
+        """Take what nobody holds any more out of one shard: below a millisecond. Call it until nothing is :attr:`untidy`."""
+        if not self._dead:
+            return
+        if not self._cursor:
+            self._sweeping = self._dead
+        place = self._cursor % SHARDS
+        if self._cursor < SHARDS:
+            keep = ~self._sweeping
+            for masks in self.masks:
+                shard = masks[place]
+                for key, mask in list(shard.items()):
+                    if mask & self._sweeping:
+                        if mask & keep:
+                            shard[key] = mask & keep
+                        else:
+                            del shard[key]
+        else:
+            names = self.names[place]
+            for name, key in list(names.items()):
+                if not self._somewhere(key):
+                    del names[name]
+                    self.blocks -= 1
+        self._cursor += 1
+        if self._cursor == 2 * SHARDS:
+            self._cursor = 0
+            self._dead &= ~self._sweeping
+
+    # -- blocks ------------------------------------------------------------------------------------------------------------
+
+    def name(self, engine_hash: int, key: int) -> None:
+        """The engine calls the block so."""
+        shard = self.names[engine_hash & _LOW]
+        if engine_hash not in shard:
+            self.blocks += 1
+        shard[engine_hash] = key
+
+    def add(self, engine_hash: int, key: int, number: int, tier: int) -> None:
+        """The holder has stored the block: it counts as stored last."""
+        shard = self.masks[tier][key & _LOW]
+        bit = 1 << number
+        mask = shard.get(key, 0)
+        if mask & bit:
+            repeats = self.repeats.setdefault(number, {})
+            again = key * TIERS + tier
+            repeats[again] = repeats.get(again, 0) + 1
+            return
+        shard[key] = mask | bit
+        names = self.names[engine_hash & _LOW]
+        if mask:
+            names.pop(engine_hash, None)
+            names[engine_hash] = key
+        counts = self.counts[tier]
+        counts[number] = counts.get(number, 0) + 1
+
+    def remove(self, engine_hash: int, number: int, tier: int) -> bool:
+        """The holder has one block less of this content. False: it was not known to hold it."""
+        names = self.names[engine_hash & _LOW]
+        key = names.get(engine_hash)
+        if key is None:
+            return False
+        repeats = self.repeats.get(number)
+        if repeats:
+            again = key * TIERS + tier
+            more = repeats.get(again, 0)
+            if more > 1:
+                repeats[again] = more - 1
+                return True
+            if more:
+                del repeats[again]
+                return True
+        if not self._unset(key, number, tier):
+            return False
+        if not self._somewhere(key):
+            del names[engine_hash]
+            self.blocks -= 1
+        return True
+
+    def forget(self, key: int, number: int) -> int:
+        """The holder does not hold the block in any tier, however often it was stored. How many tiers it was in."""
+        found = 0
+        for tier, counts in enumerate(self.counts):
+            if number in counts and self._unset(key, number, tier):
+                self._once(key, number, tier)
+                found += 1
+        return found
+
+    def holds(self, key: int, number: int, tier: int) -> bool:
+        """Whether it does."""
+        return bool(self.masks[tier][key & _LOW].get(key, 0) & 1 << number)
+
+    def make_room(self, engine_hash: int) -> int:
+        """Forget the oldest blocks of the shard that this one belongs to, whoever holds them: how many entries went."""
+        names = self.names[engine_hash & _LOW]
+        gone = 0
+        for name in list(islice(names, max(1, len(names) // _OLD_SHARE))):
+            key = names.pop(name)
+            self.blocks -= 1
+            for tier, masks in enumerate(self.masks):
+                mask = masks[key & _LOW].pop(key, 0) & self.alive
+                for number in bits(mask):
+                    self._once(key, number, tier)
+                    self._count_down(number, tier)
+                    gone += 1
+        return gone
+
+    def _unset(self, key: int, number: int, tier: int) -> bool:
+        shard, bit = self.masks[tier][key & _LOW], 1 << number
+        mask = shard.get(key, 0)
+        if not mask & bit:
+            return False
+        mask &= self.alive & ~bit
+        if mask:
+            shard[key] = mask
+        else:
+            del shard[key]
+        self._count_down(number, tier)
+        return True
+
+    def _count_down(self, number: int, tier: int) -> None:
+        counts = self.counts[tier]
+        left = counts.get(number, 0) - 1
+        if left > 0:
+            counts[number] = left
+        else:
+            counts.pop(number, None)
+
+    def _once(self, key: int, number: int, tier: int) -> None:
+        repeats = self.repeats.get(number)
+        if repeats:
+            repeats.pop(key * TIERS + tier, None)
+
+    def _somewhere(self, key: int) -> bool:
+        return any(key in masks[key & _LOW] for masks in self.masks)
+
+
+def bits(mask: int) -> Iterator[int]:
+    """The numbers of the bits that are set, lowest first."""
+    while mask:
+        low = mask & -mask
+        yield low.bit_length() - 1
+        mask ^= low
+
+
+def engine_hash(told: int | bytes) -> int:
+    """What the engine calls a block, as we keep it. vLLM sends the low 64 bits of its hash, or all bytes of it
+    (VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0); both become the low 60 bits. For the length of ours see ``KEY_MASK``.
+    """
+    return (told if isinstance(told, int) else int.from_bytes(told[-8:], "big")) & KEY_MASK
