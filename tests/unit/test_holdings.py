@@ -262,7 +262,7 @@ def test_the_cap_lets_the_oldest_go_and_is_counted() -> None:
     first, last = _ids(1, 1), _ids(1, 9_999)
     for number in range(12_000):
         draw = random.Random(number)
-        holdings.source(f"w{number % 5}").stored([draw.getrandbits(64)], None, [draw.randrange(1 << 17)] * BLOCK, BLOCK)
+        holdings.source(f"w{number % 5}").stored([draw.getrandbits(64)], None, [number] * BLOCK, BLOCK)
         if number == 0:
             _store(holdings, "w0", first)
     _store(holdings, "w0", last)
