@@ -1,7 +1,7 @@
 """Seconds: what one choice of workers costs.
 
-ttft(P, D) = queue(P) + uncached(P) / rate(P) + bytes not on D / bandwidth + handshake(P, D) + queue(D)
-ttft(-, D) = queue(D) + uncached(D) / rate(D)
+ttft(P, D) = queue(P) + load(P) + uncached(P) / rate(P) + bytes not on D / bandwidth + handshake(P, D) + queue(D)
+ttft(-, D) = queue(D) + load(D) + uncached(D) / rate(D)
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import math
 from collections.abc import Collection
 
 from extproc.routing.decision import Terms
+from extproc.routing.hits import Below
 from extproc.routing.job import Aims, Job, Objective
 from extproc.routing.load import Load
 from extproc.routing.pairs import Pairs
@@ -20,6 +21,12 @@ from extproc.routing.settings import Routing
 ANSWER_TOKENS = 256
 """Length of an answer whose request does not cap it; a cap above it is rarely reached."""
 
+
+TIERS = ("cpu", "disk", "lmcache")
+"""Below the memory of a GPU, as :class:`Below` has them."""
+
+_LEAST_LOAD_S = 1e-4
+"""No load is faster, whatever was measured."""
 
 Loaded = tuple[float, int, int, Endpoint]
 """How much a worker has to do, when its turn was, its place in the pool (so that no two are equal), and itself."""
@@ -36,6 +43,8 @@ class Costs:
         self._transfer: dict[str, TransferRate] = {}
         self._sources: dict[str, set[str]] = {}
         """Decode worker -> the prefill workers that it got KV from since its last report."""
+        self._loads: dict[tuple[str, str], TransferRate] = {}
+        """Worker and tier -> how fast it loads from there."""
         self._latest: PrefillRate | None = None
         self._guess = PrefillRate(settings.prefill_tokens_per_s)
         self._uncached_tokens = Ewma(float(settings.step_tokens) / 4)
@@ -75,6 +84,42 @@ class Costs:
             rate = self._transfer[endpoint.address] = TransferRate(self.settings.transfer_bytes_per_s)
         return rate
 
+    def load_rate(self, address: str, tier: str) -> TransferRate:
+        """From a tier, `cpu`, `disk` or `lmcache`, into the memory of a worker's GPU."""
+        found = self._loads.get((address, tier))
+        if found is None:
+            settings = self.settings
+            guess = {
+                "cpu": settings.cpu_bytes_per_s,
+                "disk": settings.disk_bytes_per_s,
+                "lmcache": settings.lmcache_bytes_per_s,
+            }
+            found = self._loads[address, tier] = TransferRate(guess[tier])
+        return found
+
+    def loading(self, job: Job, address: str, cpu: int, disk: int, lmcache: int) -> Below:
+        """So many tokens of a prompt in tiers of a worker, and what loading them takes."""
+        size = self.kv_bytes_per_token(job)
+        load_s = sum(
+            self.load_rate(address, tier).seconds(tokens * size)
+            for tier, tokens in (("cpu", cpu), ("disk", disk), ("lmcache", lmcache))
+            if tokens
+        )
+        return Below(cpu, disk, lmcache, load_s)
+
+    def loaded(
+        self, endpoint: Endpoint, job: Job, below: Below, *, sent_s: float, now_s: float, uncached: float, cached: float
+    ) -> None:
+        """A prefill worker replied that had to load first: what it took beyond computing was that. It says nothing new of how
+        fast it computes."""
+        rate, meter = self._of(endpoint)
+        took_s = meter.passed(rate, sent_s=sent_s, now_s=now_s)
+        tiers = [(tier, tokens) for tier, tokens in zip(TIERS, below[:3], strict=True) if tokens]
+        if len(tiers) == 1:  # of several nobody can tell which was how slow
+            ((tier, tokens),) = tiers
+            load_s = max(took_s - rate.seconds(uncached, cached), _LEAST_LOAD_S)
+            self.load_rate(endpoint.address, tier).note(tokens * self.kv_bytes_per_token(job), load_s)
+
     def prefilled(self, endpoint: Endpoint, *, sent_s: float, now_s: float, uncached: float, cached: float) -> None:
         """A prefill worker replied."""
         rate, meter = self._of(endpoint)
@@ -106,6 +151,8 @@ class Costs:
         for known in (self._prefill, self._decode, self._transfer, self._sources):
             for address in addresses:
                 known.pop(address, None)
+        for place in [place for place in self._loads if place[0] in addresses]:
+            del self._loads[place]
         self.pairs.forget_all(addresses)
 
     # -- states of workers -------------------------------------------------------------------------------------------------
@@ -228,10 +275,18 @@ class Costs:
         return min(job.answer_tokens, ANSWER_TOKENS * 4) if job.answer_tokens is not None else ANSWER_TOKENS
 
     def apart(
-        self, job: Job, prefill: Endpoint, decode: Endpoint, cached_prefill: int, cached_decode: int, now_s: float
+        self,
+        job: Job,
+        prefill: Endpoint,
+        decode: Endpoint,
+        cached_prefill: int,
+        cached_decode: int,
+        now_s: float,
+        load_s: float = 0.0,
     ) -> Terms:
-        """A handoff. ``cached_*`` are prompt tokens that the two hold."""
-        return self.between(
+        """A handoff. ``cached_*`` are prompt tokens that the two hold, the decode worker in its GPU's memory; ``load_s``: what
+        the prefill worker loads first."""
+        terms = self.between(
             job,
             prefill,
             decode,
@@ -240,6 +295,8 @@ class Costs:
             cached_decode,
             now_s,
         )
+        terms.load_s = load_s
+        return terms
 
     def prefilling(self, job: Job, prefill: Endpoint, cached: int, now_s: float) -> tuple[float, float]:
         """What only the prefill worker decides: seconds until it begins, and until it is through."""
@@ -270,10 +327,10 @@ class Costs:
             generation_s=decoding[1],
         )
 
-    def whole(self, job: Job, decode: Endpoint, cached: int, now_s: float) -> Terms:
-        """The decode worker does it all, and its streams wait meanwhile."""
+    def whole(self, job: Job, decode: Endpoint, cached: int, now_s: float, load_s: float = 0.0) -> Terms:
+        """The decode worker does it all, and its streams wait meanwhile, but not while it loads for ``load_s``."""
         queue_s, generation_s = self.decoding(job, decode, now_s)
-        terms = Terms(queue_decode_s=queue_s, generation_s=generation_s)
+        terms = Terms(queue_decode_s=queue_s, generation_s=generation_s, load_s=load_s)
         terms.queue_prefill_s = self.backlog_s(decode, now_s)
         terms.prefill_s = self.prefill_rate(decode).seconds(max(job.tokens - cached, 1), cached)
         terms.stall_s = terms.prefill_s * self.sequences(decode, now_s)

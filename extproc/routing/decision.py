@@ -16,6 +16,8 @@ class Terms(msgspec.Struct, kw_only=True, gc=False):
     """Until the prefill worker is through with what it has."""
     prefill_s: float = 0.0
     """Computing what its cache does not hold."""
+    load_s: float = 0.0
+    """Loading what it holds below its GPU's memory: in the CPU's, on a disk, in a cache server."""
     transfer_s: float = 0.0
     """Moving the KV that the decode worker does not hold."""
     handshake_s: float = 0.0
@@ -37,7 +39,7 @@ class Terms(msgspec.Struct, kw_only=True, gc=False):
     def ttft_s(self) -> float:
         """Expected time from the dispatch to the first token."""
         handoff_s = self.transfer_s + self.handshake_s + self.overhead_s + self.penalty_s
-        return self.queue_prefill_s + self.prefill_s + handoff_s + self.queue_decode_s
+        return self.queue_prefill_s + self.prefill_s + self.load_s + handoff_s + self.queue_decode_s
 
 
 class Candidate(msgspec.Struct, kw_only=True, gc=False):
@@ -66,7 +68,11 @@ class Decision(msgspec.Struct, kw_only=True):
     decode: str
     prompt_tokens: int
     cached_tokens: int
-    """Of the prompt, expected in the cache of the worker that computes it."""
+    """Of the prompt, expected in the caches of the worker that computes it."""
+    cached_by: str = "predicted"
+    """Who says so: `events` of the worker; `placed`: it was sent there a moment ago; `cache_server`; `predicted` from text."""
+    below_tokens: dict[str, int] = {}
+    """Of these, what has to be loaded first, by tier: `cpu`, `disk`, `lmcache`."""
     terms: Terms
     queued_s: float = 0.0
     """Time in our queue."""
@@ -88,6 +94,7 @@ class Decision(msgspec.Struct, kw_only=True):
             f"objective={self.objective}",
             f"tokens={self.prompt_tokens}",
             f"cached={self.cached_tokens}",
+            *(f"cached-by={self.cached_by}" for _ in (1,) if self.cached_by != "predicted"),
             f"queued-ms={self.queued_s * 1e3:.1f}",
             *(f"position={self.position}" for _ in (1,) if self.queued_s),
             *(f"{name.replace('_', '-')}-ms={value * 1e3:.1f}" for name, value in terms.items()),

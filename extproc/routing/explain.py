@@ -13,8 +13,9 @@ import msgspec
 
 from extproc.routing import snapshot as snapshots
 from extproc.routing.decision import Candidate, Decision
+from extproc.routing.hits import Hits
 from extproc.routing.job import Job, Objective
-from extproc.routing.picker import FullError, Hits, NoEndpointError
+from extproc.routing.picker import FullError, NoEndpointError
 from extproc.routing.pool import Endpoint, Role
 from extproc.routing.prefix import Chain, PrefixIndex
 from extproc.routing.router import Router
@@ -35,6 +36,10 @@ class Weighed(Candidate, kw_only=True):
     chosen: bool = False
     why: str = ""
     """Why it lost; empty for the chosen one."""
+    cached_by: str = "predicted"
+    """Who says what the worker that computes holds, as in :class:`Decision`."""
+    below_tokens: dict[str, int] = msgspec.field(default_factory=dict)
+    """What it would load of that, by tier, as in :class:`Decision`."""
 
 
 class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,12 +101,32 @@ def explain(router: Router, job: Job, now_s: float) -> Explanation:
     """What :meth:`Router.submit` would do with ``job``. ``router`` and ``job`` stay as they are."""
     taken = snapshots.take(router, now_s, sessions=(job.session,))
     index = router.index
-    return _explain(taken, _on_own_clock(job, now_s), lambda: snapshots.restore(taken, _Shadow(index)))
+    if router.known is None:
+        return _explain(taken, _on_own_clock(job, now_s), lambda: snapshots.restore(taken, _Shadow(index)))
+    router.scales.now_s = now_s
+    given = _Given(router.scales.hits(Ticket(job)))
+
+    def make() -> Router:
+        made = snapshots.restore(taken, _Shadow(index))
+        made.scales.known = given
+        return made
+
+    return _explain(taken, _on_own_clock(job, now_s), make)
 
 
 def explain_snapshot(taken: Snapshot, job: Job) -> Explanation:
     """The same from a snapshot. The times of ``job`` are on a clock that stands at 0. Raises ValueError for a bad snapshot."""
     return _explain(taken, _on_own_clock(job, 0.0), lambda: snapshots.restore(taken))
+
+
+class _Given:
+    """What a router knew of the one prompt that is explained: workers' own words are of its moment, and on its clock."""
+
+    def __init__(self, hits: Hits) -> None:
+        self._hits = hits
+
+    def hits(self, job: Job, predicted: Hits, now_s: float) -> Hits:  # noqa: ARG002
+        return self._hits
 
 
 class _Shadow(PrefixIndex):
@@ -214,6 +239,8 @@ def _candidates(
     weighed += _pairs(router, job, prefills, decodes, hits)
     for each in weighed:
         each.chosen = chosen is not None and (each.prefill, each.decode) == (chosen.prefill, chosen.decode)
+        computes = each.decode if each.prefill is None else each.prefill
+        each.cached_by, each.below_tokens = hits.source(computes), hits.below_tokens(computes)
     weighed.sort(key=lambda each: (not each.chosen, each.cost))
     if weighed:
         best = weighed[0] if weighed[0].chosen else None
@@ -245,7 +272,7 @@ def _best_of(
 
 def _whole(router: Router, job: Job, decode: Endpoint, hits: Hits) -> Weighed:
     cached = hits.of(decode)
-    terms = router.costs.whole(job, decode, cached, 0.0)
+    terms = router.costs.whole(job, decode, cached, 0.0, hits.load_s(decode))
     cost = router.costs.total(job.aims, terms, pressure=0.0)
     refused = router.picker._stalls(job, decode, cached, 0.0)
     return Weighed(prefill=None, decode=decode.address, cost=cost, terms=terms, cached_decode_tokens=cached, refused=refused)
@@ -263,7 +290,7 @@ def _pairs(router: Router, job: Job, prefills: list[Endpoint], decodes: list[End
             if prefill is decode:
                 continue
             cached_prefill, cached_decode = hits.of(prefill), hits.of(decode)
-            terms = costs.apart(job, prefill, decode, cached_prefill, cached_decode, 0.0)
+            terms = costs.apart(job, prefill, decode, cached_prefill, hits.at_once(decode), 0.0, hits.load_s(prefill))
             found.append(
                 Weighed(
                     prefill=prefill.address,

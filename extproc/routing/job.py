@@ -92,6 +92,8 @@ class Job(msgspec.Struct, kw_only=True):
     """The prompt as block hashes of its text."""
     token_chain: TokenChain | None = None
     """The prompt as the engine caches it; None: its tokens are not known, or nobody asked for them."""
+    stored_tokens: Mapping[str, int] | None = None
+    """Leading tokens that cache servers hold, as their directory said a moment ago, by server; None: it was not asked."""
     tokens: int
     """Length of the prompt, estimated or known."""
     aims: Aims

@@ -5,9 +5,7 @@ Not every pair is weighed: of each role those that hold most of the prompt, and 
 
 from __future__ import annotations
 
-import math
 import random
-from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
 from copy import copy
@@ -17,10 +15,10 @@ from typing import NamedTuple
 from extproc.routing import health
 from extproc.routing.cost import Costs, Loaded
 from extproc.routing.decision import Candidate, Decision
+from extproc.routing.hits import Hits
 from extproc.routing.job import Aims, Job, Kind, Mode, Objective
 from extproc.routing.partition import DEFAULT_POOL, POOL_LABEL
 from extproc.routing.pool import Endpoint, Pool, Role, matches
-from extproc.routing.prefix import Chain
 from extproc.routing.settings import Routing
 from extproc.routing.weighing import DecodeSide, PrefillSide, Weighed, decode_sides, pairs, prefill_sides, wholes
 
@@ -85,31 +83,6 @@ class NoEndpointError(Exception):
 
 class FullError(Exception):
     """Every decode worker runs all the sequences that it can."""
-
-
-class Hits(NamedTuple):
-    """Prompt tokens that workers hold, by address."""
-
-    tokens: dict[str, int]
-
-    def of(self, endpoint: Endpoint) -> int:
-        """In the cache of one."""
-        return self.tokens.get(endpoint.address, 0)
-
-    def learned(self, job: Job, address: str, chain: Chain, floor_tokens: int = 0) -> bool:
-        """The worker at ``address`` holds ``chain`` now: whether it holds more than before of ``job``, whose hits these are.
-
-        What is not more than ``floor_tokens`` is not entered.
-        """
-        own, other, size = job.chain.hashes, chain.hashes, job.chain.block_tokens
-        common = min(len(own), len(other))
-        held = math.ceil(max(self.tokens.get(address, 0), floor_tokens) / size)
-        if held >= common or own[held] != other[held]:
-            return False
-        # A hash covers all blocks before its own: from the first that differs on, nothing is common.
-        blocks = bisect_left(range(common), True, lo=held + 1, key=lambda index: own[index] != other[index])
-        self.tokens[address] = min(int(blocks * size), job.tokens - 1)
-        return True
 
 
 class _Group(NamedTuple):
@@ -344,8 +317,9 @@ class Picker:
         """
         decodes = self.decodes(job, hits, now_s, crowded=crowded) if among is None else among
         costs, held = self._costs, hits.tokens
-        prefills, sides = prefill_sides(costs, job, [prefill], held, now_s), decode_sides(costs, job, decodes, held, now_s)
-        return min(self._pairs(job, prefills, sides, now_s), key=_cost)
+        prefills = prefill_sides(costs, job, [prefill], held, now_s, hits.below)
+        sides = decode_sides(costs, job, decodes, held, now_s)
+        return min(self._pairs(job, prefills, sides, hits, now_s), key=_cost)
 
     def decode_again(self, job: Job, prefill: Endpoint, weighed: Weighed) -> Candidate | None:
         """:meth:`decode` of what was ``weighed`` at the same moment; None if that says nothing of ``prefill``."""
@@ -408,8 +382,8 @@ class Picker:
         """Pairs, the best first; ``among``: decode workers that :meth:`decodes` chose. Raises NoEndpointError, FullError."""
         decodes = self.decodes(job, hits, now_s, admit=admit, crowded=crowded) if among is None else among
         costs, held = self._costs, hits.tokens
-        prefills = prefill_sides(costs, job, self.prefills(job, hits, now_s, exclude), held, now_s)
-        return sorted(self._pairs(job, prefills, decode_sides(costs, job, decodes, held, now_s), now_s), key=_cost)
+        prefills = prefill_sides(costs, job, self.prefills(job, hits, now_s, exclude), held, now_s, hits.below)
+        return sorted(self._pairs(job, prefills, decode_sides(costs, job, decodes, held, now_s), hits, now_s), key=_cost)
 
     def whole(
         self,
@@ -427,19 +401,19 @@ class Picker:
         ``among``: decode workers that :meth:`decodes` chose. Raises NoEndpointError, FullError.
         """
         decodes = self.decodes(job, hits, now_s, exclude, admit=admit, crowded=crowded) if among is None else among
-        return self._wholes(job, decode_sides(self._costs, job, decodes, hits.tokens, now_s), now_s)
+        return self._wholes(job, decode_sides(self._costs, job, decodes, hits.tokens, now_s), hits, now_s)
 
     def both(self, job: Job, decodes: list[Endpoint], hits: Hits, now_s: float) -> Weighed:
         """:meth:`apart` and :meth:`whole`, of decode workers that :meth:`decodes` chose. Raises NoEndpointError."""
         costs, held = self._costs, hits.tokens
-        prefills = prefill_sides(costs, job, self.prefills(job, hits, now_s), held, now_s)
+        prefills = prefill_sides(costs, job, self.prefills(job, hits, now_s), held, now_s, hits.below)
         sides = decode_sides(costs, job, decodes, held, now_s)
-        apart = self._pairs(job, prefills, sides, now_s)
+        apart = self._pairs(job, prefills, sides, hits, now_s)
         apart.sort(key=_cost)
-        return Weighed(now_s, decodes, prefills, apart, self._wholes(job, sides, now_s))
+        return Weighed(now_s, decodes, prefills, apart, self._wholes(job, sides, hits, now_s))
 
-    def _wholes(self, job: Job, sides: list[DecodeSide], now_s: float) -> list[Candidate]:
-        found = wholes(self._costs, job, sides, now_s)
+    def _wholes(self, job: Job, sides: list[DecodeSide], hits: Hits, now_s: float) -> list[Candidate]:
+        found = wholes(self._costs, job, sides, now_s, hits.below)
         if job.aims.itl_slo_s is not None:
             for each, (decode, cached, _, _, _) in zip(found, sides, strict=True):
                 each.refused = self._stalls(job, decode, cached, now_s)
@@ -458,8 +432,10 @@ class Picker:
         """How busy prefill workers are: the share of them that has work."""
         return sum(self._costs.backlog_s(each, now_s) > 0 for each in prefills) / max(len(prefills), 1)
 
-    def _pairs(self, job: Job, prefills: list[PrefillSide], decodes: list[DecodeSide], now_s: float) -> list[Candidate]:
-        found = pairs(self._costs, job, prefills, decodes, now_s)
+    def _pairs(
+        self, job: Job, prefills: list[PrefillSide], decodes: list[DecodeSide], hits: Hits, now_s: float
+    ) -> list[Candidate]:
+        found = pairs(self._costs, job, prefills, decodes, now_s, hits.below)
         if not found:
             raise NoEndpointError(Role.PREFILL)
         return found
@@ -480,9 +456,9 @@ def worth_a_handoff(aims: Aims, apart: list[Candidate], whole: list[Candidate], 
     return "cost" if apart[0].cost + wait_s <= allowed.cost else None
 
 
-def decision(job: Job, chosen: Candidate, reason: str, candidates: list[Candidate]) -> Decision:
-    """What is kept of a choice."""
-    return Decision(
+def decision(job: Job, chosen: Candidate, reason: str, candidates: list[Candidate], hits: Hits | None = None) -> Decision:
+    """What is kept of a choice. ``hits``: what it was made by."""
+    made = Decision(
         policy=job.aims.policy,
         objective=job.aims.objective.value,
         reason=reason,
@@ -493,6 +469,11 @@ def decision(job: Job, chosen: Candidate, reason: str, candidates: list[Candidat
         terms=chosen.terms,
         candidates=_kept(chosen, candidates),
     )
+    if hits is not None and (hits.sources or hits.below):
+        computes = chosen.decode if chosen.prefill is None else chosen.prefill
+        made.cached_by = hits.source(computes)
+        made.below_tokens = hits.below_tokens(computes)
+    return made
 
 
 def _kept(chosen: Candidate, candidates: list[Candidate]) -> list[Candidate]:

@@ -83,6 +83,13 @@ class PrefillMeter:
         self._context += uncached * (cached + uncached / 2)
         self._last_s = now_s
 
+    def passed(self, rate: PrefillRate, *, sent_s: float, now_s: float) -> float:
+        """A reply came that tells nothing of computing, e.g. because most of its time went into loading: seconds it took."""
+        began_s = max(sent_s, self._last_s)
+        self._flush(rate)
+        self._began_s = self._last_s = now_s
+        return now_s - began_s
+
     def _flush(self, rate: PrefillRate) -> None:
         if self._uncached:
             rate.note(self._uncached, self._context, self._last_s - self._began_s)

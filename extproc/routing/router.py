@@ -13,6 +13,8 @@ from contextlib import suppress
 from extproc.routing import health
 from extproc.routing.cost import Costs
 from extproc.routing.decision import Candidate
+from extproc.routing.hits import Below
+from extproc.routing.holdings import Holdings
 from extproc.routing.job import Job, Late, Mode
 from extproc.routing.load import Load
 from extproc.routing.picker import WEIGHED, FullError, NoEndpointError, Picker, decision, worth_a_handoff
@@ -21,8 +23,10 @@ from extproc.routing.prefix import Chain, PrefixIndex
 from extproc.routing.queue import Fit, PrefillQueue, QueueFullError, Waiting, slo_deadline_s
 from extproc.routing.scales import SMALL_WORK_S, Scales
 from extproc.routing.settings import Routing
+from extproc.routing.stores import Stores
 from extproc.routing.ticket import RejectedError, State, Ticket
 from extproc.routing.told import Others, Told
+from extproc.routing.true_hits import Known
 from extproc.routing.weighing import Weighed
 
 _TICK_S = 0.2
@@ -40,14 +44,25 @@ _SPARE_WORK = 2.0
 class Router:
     """The decision for one pool."""
 
-    def __init__(self, pool: Pool, settings: Routing, index: PrefixIndex | None = None) -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        settings: Routing,
+        index: PrefixIndex | None = None,
+        holdings: Holdings | None = None,
+        stores: Stores | None = None,
+    ) -> None:
+        """``holdings``: what workers say they hold; None: none of them tells. ``stores``: what cache servers hold, which counts
+        beside it."""
         self.pool = pool
         self.settings = settings
         self.index = index if index is not None else PrefixIndex(settings.index_blocks)
         self.costs = Costs(settings)
         self.picker = Picker(pool, self.costs, settings)
         self.queue = PrefillQueue(settings)
-        self.scales = Scales(self.picker, self.costs, self.index, self.queue, settings)
+        self.known = None if holdings is None else Known(pool, self.costs, holdings, stores)
+        """What workers hold by their own word; None: nobody tells."""
+        self.scales = Scales(self.picker, self.costs, self.index, self.queue, settings, self.known)
         self.predicted_tokens = self.reported_tokens = 0
         """Prompt tokens that prefill workers were expected to have in their caches, and had."""
         self.told = Told()
@@ -89,6 +104,8 @@ class Router:
             return
         for address in gone:
             self.index.drop(address)
+            if self.known is not None:
+                self.known.forget(address)
         self.costs.forget(gone)
         addresses = frozenset(gone)
         for tickets in self._heads.values():
@@ -100,6 +117,8 @@ class Router:
         """The engine at ``address`` is a new one: it holds nothing, and nobody has met it."""
         self._settled = False
         self.index.clear(address)
+        if self.known is not None:
+            self.known.forget(address)
         self.costs.pairs.forget(address)
         for tickets in self._heads.values():
             for ticket in tickets:
@@ -136,6 +155,8 @@ class Router:
     def _resize(self, endpoint: Endpoint) -> None:
         tokens = endpoint.kv_tokens or self.settings.worker_kv_tokens
         self.index.set_capacity(endpoint.address, max(1, int(tokens / self.settings.block_tokens)))
+        if self.known is not None and endpoint.kv_tokens is not None:
+            self.known.holdings.set_capacity(endpoint.address, endpoint.kv_tokens)
 
     @property
     def unsettled(self) -> bool:
@@ -146,8 +167,11 @@ class Router:
 
     def submit(self, job: Job, now_s: float) -> Ticket:
         """A prompt: its ticket is placed already, or waits. Raises RejectedError, NoEndpointError."""
+        if job.token_chain is not None:
+            job.tokens = max(job.token_chain.tokens, 1)  # counted, not estimated
         ticket = Ticket(job)
         self.scales.forget()
+        self.scales.now_s = now_s
         self.scales.arrivals.note(job.model, now_s)
         aims = job.aims
         own = self._in_flight.get(aims.policy, 0)
@@ -289,6 +313,7 @@ class Router:
     def poll(self, now_s: float) -> list[Ticket]:
         """Place and turn away what can be; the tickets whose state changed."""
         self.scales.forget()
+        self.scales.now_s = now_s
         changed = self._changed
         for waiting in self.queue.due(now_s):
             ticket = self._left(waiting)
@@ -369,7 +394,7 @@ class Router:
                 continue
             hits = self.scales.hits(ticket)
             decode = max(spare, key=hits.of)
-            terms = self.costs.whole(job, decode, hits.of(decode), now_s)
+            terms = self.costs.whole(job, decode, hits.of(decode), now_s, hits.load_s(decode))
             fit = self._weigh_ticket(ticket, now_s)
             if fit is not None and terms.prefill_s > _SPARE_WORK * fit.work_s + SMALL_WORK_S:
                 continue  # most of it is in the cache of a prefill worker, and worth waiting for
@@ -430,7 +455,10 @@ class Router:
             return None
         except FullError:
             return None
-        return self.scales.fit(ticket, view, now_s, late=late)
+        fit = self.scales.fit(ticket, view, now_s, late=late)
+        if fit.ready and self.scales.looked_up_again(ticket, now_s):
+            fit = self.scales.fit(ticket, view, now_s, late=late)
+        return fit
 
     # -- placing -----------------------------------------------------------------------------------------------------------
 
@@ -461,7 +489,7 @@ class Router:
 
     def _settle(self, ticket: Ticket, chosen: Candidate, candidates: list[Candidate], reason: str, now_s: float) -> None:
         job = ticket.job
-        made = decision(job, chosen, reason, candidates)
+        made = decision(job, chosen, reason, candidates, ticket.hits)
         if ticket.waiting is not None:
             made.queued_s = now_s - ticket.waiting.came_s
             made.position = ticket.waiting.position
@@ -483,12 +511,14 @@ class Router:
         uncached = max(job.tokens - chosen.cached_prefill_tokens, 1)
         ticket.prefill, ticket.sent_s = prefill, now_s
         ticket.prefill_claim = prefill.prefill.claim(
-            tokens=uncached, work_s=chosen.terms.prefill_s, now_s=now_s, turn=self._turn
+            tokens=uncached, work_s=chosen.terms.prefill_s + chosen.terms.load_s, now_s=now_s, turn=self._turn
         )
         health.chosen(prefill.prefill, ticket.prefill_claim, self.settings, now_s)
         late = ticket.waiting is not None and ticket.waiting.late
         ticket.prefill_claim.late = late and chosen.terms.prefill_s > SMALL_WORK_S
         self.told.claimed(ticket.prefill_claim, Role.PREFILL, prefill.address)
+        if self.known is not None:
+            ticket.prefill_sent = self.known.sent(prefill.address, job, now_s)
         self._learn(prefill.address, job)
         self.scales.forget()
 
@@ -506,12 +536,14 @@ class Router:
             self.told.at_home(job.session, decode.address)
         ticket.decode_holds = False
         if ticket.prefill_claim is None or ticket.prefill_claim.leg is None:
-            self._learn_decode(ticket, decode)
+            self._learn_decode(ticket, decode, now_s)
 
-    def _learn_decode(self, ticket: Ticket, decode: Endpoint) -> None:
+    def _learn_decode(self, ticket: Ticket, decode: Endpoint, now_s: float) -> None:
         """Its decode worker holds the prompt, or computes it now: with a handoff that is so once the prefill is done."""
         if not ticket.decode_holds:
             ticket.decode_holds = True
+            if self.known is not None:
+                ticket.decode_sent = self.known.sent(decode.address, ticket.job, now_s)
             self._learn(decode.address, ticket.job)
 
     def _learn(self, address: str, job: Job) -> None:
@@ -565,7 +597,7 @@ class Router:
         self._freed_s = now_s
         self.told.released(claim)
         if ticket.decode is not None:
-            self._learn_decode(ticket, ticket.decode)
+            self._learn_decode(ticket, ticket.decode, now_s)
         self._went_well(prefill, Role.PREFILL)
         predicted = max(0, ticket.job.tokens - claim.tokens)
         total = tokens if tokens is not None else ticket.job.tokens
@@ -574,8 +606,29 @@ class Router:
             self.predicted_tokens += predicted
             self.reported_tokens += cached_tokens
         uncached = max(total - cached, 1)
+        below = self._checked(ticket, prefill, cached_tokens, now_s) if self.known is not None else None
+        if below is not None:
+            self.costs.loaded(prefill, ticket.job, below, sent_s=ticket.sent_s, now_s=now_s, uncached=uncached, cached=cached)
+            return
         self.costs.prefilled(prefill, sent_s=ticket.sent_s, now_s=now_s, uncached=uncached, cached=cached)
         self.told.prefilled(prefill.address, sent_s=ticket.sent_s, now_s=now_s, uncached=uncached, cached=cached)
+
+    def _checked(self, ticket: Ticket, prefill: Endpoint, cached_tokens: int | None, now_s: float) -> Below | None:
+        """A prompt was computed by a worker that tells what it holds: what it had to load, if it is sure that it did."""
+        known, job = self.known, ticket.job
+        assert known is not None
+        known.under_way.answered(ticket.prefill_sent, now_s)
+        chain, hits, stores = job.token_chain, ticket.hits, known.stores
+        below = None if hits is None else hits.below.get(prefill.address)
+        if chain is None or hits is None:
+            return None
+        if below is not None and cached_tokens is not None and cached_tokens < hits.of(prefill) - below.tokens // 2:
+            if below.lmcache and stores is not None:
+                stores.missed(prefill, chain, cached_tokens)
+            below = None
+        if stores is not None:
+            stores.stored(prefill, chain)
+        return below if cached_tokens is not None else None
 
     def _went_well(self, endpoint: Endpoint, role: Role) -> None:
         leg = endpoint.leg(role)
@@ -591,6 +644,8 @@ class Router:
         self._settled = False
         self._freed_s = now_s
         self.told.released(claim)
+        if self.known is not None:
+            self.known.under_way.failed(ticket.prefill_sent)
         if blame:
             health.failed(prefill.prefill, self.settings, now_s)
             self.told.judged(Role.PREFILL, prefill.address, ok=False)
@@ -602,13 +657,16 @@ class Router:
     def prefill_again(self, ticket: Ticket, now_s: float, exclude: Collection[str]) -> Endpoint:
         """Another prefill worker for the same decode worker, at once. Raises NoEndpointError."""
         self.scales.forget()
+        self.scales.now_s = now_s
         self._settled = False
         ticket.hits = None
         decode = ticket.decode
         assert decode is not None
         prefill = self.picker.prefills(ticket.job, self.scales.hits(ticket), now_s, exclude)[0]
         hits = self.scales.hits(ticket)
-        terms = self.costs.apart(ticket.job, prefill, decode, hits.of(prefill), hits.of(decode), now_s)
+        terms = self.costs.apart(
+            ticket.job, prefill, decode, hits.of(prefill), hits.at_once(decode), now_s, hits.load_s(prefill)
+        )
         chosen = Candidate(
             prefill=prefill.address,
             decode=decode.address,
@@ -631,6 +689,7 @@ class Router:
     def decode_again(self, ticket: Ticket, now_s: float) -> Endpoint:
         """Another decode worker: the one that was chosen is gone, and its count with it. Raises NoEndpointError."""
         self.scales.forget()
+        self.scales.now_s = now_s
         self._settled = False
         gone = ticket.decode
         self._end(ticket.decode_claim, now_s)
@@ -698,7 +757,9 @@ class Router:
         handed_over = prefill is not None and ticket.decision is not None and ticket.decision.prefill is not None
         self._settled = False
         if ok:
-            self._learn_decode(ticket, decode)
+            self._learn_decode(ticket, decode, now_s)
+            if self.known is not None:
+                self.known.under_way.answered(ticket.decode_sent, now_s)
             self._went_well(decode, Role.DECODE)
             if handed_over and prefill is not None:
                 self.costs.handed_over(prefill.address, decode.address)
@@ -732,6 +793,10 @@ class Router:
         if waiting is not None and waiting in self._tickets:
             self.queue.remove(waiting)
             self._left(waiting)
+        if self.known is not None:
+            if ticket.prefill_claim is not None and ticket.prefill_claim.leg is not None:
+                self.known.under_way.failed(ticket.prefill_sent)
+            self.known.under_way.answered(ticket.decode_sent, now_s)
         self._end(ticket.prefill_claim, now_s)
         self._end(ticket.decode_claim, now_s)
         self._settled = False

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Literal
+from typing import Literal, Protocol
 
 from extproc.routing.cost import Costs
+from extproc.routing.hits import NOTHING_BELOW, Hits
 from extproc.routing.job import Job, Objective, kind_of
-from extproc.routing.picker import Hits, Picker
+from extproc.routing.picker import Picker
 from extproc.routing.pool import Endpoint, Role
 from extproc.routing.prefix import PrefixIndex
 from extproc.routing.queue import Crowd, Fit, PrefillQueue, longest_wait_share
@@ -32,6 +33,9 @@ _FEW = 8
 
 _MODELS = 256
 """For so many it is known how fast prompts come."""
+
+STALE_HITS_S = 0.5
+"""What a worker's events said of a prompt that waits is looked up again after so long, before it is placed by that."""
 
 _WEIGHED_AGAIN_S = 0.1
 """A prompt that waits is weighed so often although nothing has happened to the workers it may go to."""
@@ -86,10 +90,29 @@ class ModelArrivals:
         return 1.0 / max(sum(1.0 / max(gap_s, 1e-9) for gap_s in gaps_s), 1e-9)
 
 
+class Knows(Protocol):
+    """Who knows more than the predicting index."""
+
+    def hits(self, job: Job, predicted: Hits, now_s: float) -> Hits:
+        """What holds in place of ``predicted``."""
+
+
 class Scales:
     """Weighs the prompts that wait. What it has seen of the workers holds until :meth:`forget`."""
 
-    def __init__(self, picker: Picker, costs: Costs, index: PrefixIndex, queue: PrefillQueue, settings: Routing) -> None:
+    def __init__(
+        self,
+        picker: Picker,
+        costs: Costs,
+        index: PrefixIndex,
+        queue: PrefillQueue,
+        settings: Routing,
+        known: Knows | None = None,
+    ) -> None:
+        """``known``: what workers and cache servers themselves say; None: nobody is asked."""
+        self.known = known
+        self.now_s = 0.0
+        """The time of what is being decided."""
         self._picker = picker
         self._costs = costs
         self._index = index
@@ -134,8 +157,11 @@ class Scales:
         best = view.idlest
         cached = hits.get(best.address, 0)
         best_uncached = max(job.tokens - cached, 1)
+        below = ticket.hits.below if ticket.hits is not None else NOTHING_BELOW
         best_work_s = costs.prefill_rate(best).seconds(best_uncached, cached)
         best_s = soonest_s = costs.backlog_s(best, now_s) + best_work_s
+        if best.address in below:
+            best_s = soonest_s = best_s + below[best.address].load_s
         best_score = best_s + hold * best_work_s
         for endpoint in ticket.warmest.endpoints:
             leg = endpoint.prefill
@@ -145,6 +171,8 @@ class Scales:
             uncached = max(job.tokens - cached, 1)
             work_s = costs.prefill_rate(endpoint).seconds(uncached, cached)
             finish_s = costs.backlog_s(endpoint, now_s) + work_s
+            if endpoint.address in below:
+                finish_s += below[endpoint.address].load_s
             if finish_s < soonest_s:
                 soonest_s = finish_s
             score = finish_s + hold * work_s
@@ -195,15 +223,15 @@ class Scales:
             if not leg.claims and (not leg.external_requests or side[2] <= 0):
                 idlest = side
                 break
-        best, _, backlog_s, work_s = idlest
-        soonest_s = backlog_s + work_s
+        best, _, backlog_s, work_s, load_s = idlest
+        soonest_s = backlog_s + work_s + load_s
         score = soonest_s + hold * work_s
         # Of equals the idlest one, then the one that holds most.
         others = [side for side in prefills if side is not idlest and side[0].address in hits]
         if len(others) > 1:
             others.sort(key=_most_first)
-        for endpoint, _, backlog_s, work_s in others:
-            finish_s = backlog_s + work_s
+        for endpoint, _, backlog_s, work_s, load_s in others:
+            finish_s = backlog_s + work_s + load_s
             if finish_s < soonest_s:
                 soonest_s = finish_s
             if finish_s + hold * work_s < score:
@@ -272,6 +300,13 @@ class Scales:
             view = self._views[key] = View(able, members, decodes, self._costs, now_s)
         return view
 
+    def looked_up_again(self, ticket: Ticket, now_s: float) -> bool:
+        """Whether what workers said of the prompt is so old that it is to be asked again; it is forgotten then."""
+        if self.known is None or ticket.job.token_chain is None or now_s - ticket.hits_s < STALE_HITS_S:
+            return False
+        ticket.hits = None
+        return True
+
     def hits(self, ticket: Ticket) -> Hits:
         """What workers hold of its prompt."""
         if ticket.hits is None:
@@ -284,6 +319,9 @@ class Scales:
             else:
                 held = {blocks: min(int(blocks * size), most) for blocks in set(found.values())}
                 ticket.hits = Hits({address: held[blocks] for address, blocks in found.items()})
+            if self.known is not None:
+                ticket.hits = self.known.hits(ticket.job, ticket.hits, self.now_s)
+                ticket.hits_s = self.now_s
             ticket.warmest = ticket.stuck = None
         return ticket.hits
 

@@ -51,6 +51,12 @@ class Routing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """The same for one model each; `models.configs` can compute it."""
     transfer_bytes_per_s: float = 10e9
     """First guess of the bandwidth between a prefill and a decode worker."""
+    cpu_bytes_per_s: float = 20e9
+    """First guess of how fast a worker loads KV blocks from its CPU's memory into its GPU's, where its events tell of them."""
+    disk_bytes_per_s: float = 2e9
+    """The same from a disk."""
+    lmcache_bytes_per_s: float = 5e9
+    """The same from a cache server."""
     handoff_overhead_s: float = 0.03
     """What a handoff costs beside prefill and transfer: a second request, scheduling, the first step."""
     handshake_s: float = 0.5

@@ -17,12 +17,12 @@ from typing import TypeVar
 
 import msgspec
 
-from extproc.routing.cost import Costs
+from extproc.routing.cost import TIERS, Costs
 from extproc.routing.endpoint_spec import EndpointSet, EndpointSpec
+from extproc.routing.hits import Below, Hits, Source
 from extproc.routing.job import Aims, Job, Late
 from extproc.routing.load import Load
 from extproc.routing.pairs import Pairs
-from extproc.routing.picker import Hits
 from extproc.routing.pool import Endpoint, Leg, Pool, Role
 from extproc.routing.prefix import Chain, PrefixIndex
 from extproc.routing.queue import PrefillQueue, Waiting, _Line
@@ -104,6 +104,10 @@ class EndpointState(msgspec.Struct, frozen=True, kw_only=True):
     itl_s: float = 0.0
     backlog_s: float = 0.0
     prefix_blocks: int = 0
+    in_step: bool | None = None
+    """Whether its own events tell all that it holds; None: it is not asked."""
+    load_tiers: dict[str, Transfers] = {}
+    """What it loaded from tiers below its GPU's memory, by tier; without those it never loaded from."""
 
 
 class PairState(msgspec.Struct, frozen=True, kw_only=True):
@@ -144,6 +148,10 @@ class WaitingState(msgspec.Struct, frozen=True, kw_only=True):
     """Decode workers that it may have; None: any."""
     hits: dict[str, int] = {}
     """Prompt tokens that workers hold."""
+    below: dict[str, Below] = {}
+    """Of these, what would have to be loaded."""
+    sources: dict[str, Source] = {}
+    """Who says so, where it is not predicted."""
 
 
 class LineState(msgspec.Struct, frozen=True, kw_only=True):
@@ -316,9 +324,16 @@ def _endpoints(router: Router, now_s: float) -> list[EndpointState]:
                 itl_s=round(costs.decode_rate(endpoint).itl_s(costs.sequences(endpoint, now_s), endpoint.decode.tokens), 6),
                 backlog_s=round(costs.backlog_s(endpoint, now_s), 6),
                 prefix_blocks=router.index.held(address),
+                in_step=None if router.known is None else router.known.in_step(address),
+                load_tiers=_load_tiers(costs, address),
             )
         )
     return found
+
+
+def _load_tiers(costs: Costs, address: str) -> dict[str, Transfers]:
+    found = {tier: _transfers(costs._loads.get((address, tier))) for tier in TIERS}
+    return {tier: known for tier, known in found.items() if known is not None}
 
 
 def _spec(endpoint: Endpoint) -> EndpointSpec:
@@ -377,6 +392,8 @@ def _restore_costs(costs: Costs, snapshot: Snapshot) -> None:
             costs.decode_rate(endpoint)._scale.value = state.decode_scale
         if state.transfers is not None:
             _restore_transfers(costs.transfer_rate(endpoint), state.transfers)
+        for tier, known in state.load_tiers.items():
+            _restore_transfers(costs.load_rate(state.address, tier), known)
     if snapshot.latest_speed is not None:
         costs._latest = _rate(snapshot.latest_speed)
     costs._uncached_tokens.value = snapshot.typical_uncached_tokens
@@ -462,6 +479,8 @@ def _waiting(router: Router, waiting: Waiting, now_s: float, *, ask: bool) -> Wa
         whole_reason=ticket.whole_reason,
         undecided=ticket.undecided,
         hits={} if hits is None else dict(hits.tokens),
+        below={} if hits is None else dict(hits.below),
+        sources={} if hits is None else dict(hits.sources),
     )
 
 
@@ -506,7 +525,8 @@ def _restore_waiting(router: Router, known: WaitingState) -> None:
     router.queue.add(waiting, known.work_s)
     waiting.position = known.position
     ticket = Ticket(job)
-    ticket.waiting, ticket.whole_reason, ticket.hits = waiting, known.whole_reason, Hits(dict(known.hits))
+    ticket.waiting, ticket.whole_reason = waiting, known.whole_reason
+    ticket.hits = Hits(dict(known.hits), known.below, known.sources)
     ticket.undecided = known.undecided
     router._tickets[waiting] = ticket
     router._impatient += known.aims.late is not Late.WAIT

@@ -6,10 +6,11 @@ from enum import Enum
 from typing import Literal, NamedTuple
 
 from extproc.routing.decision import Candidate, Decision
+from extproc.routing.hits import Hits
 from extproc.routing.job import Job
-from extproc.routing.picker import Hits
 from extproc.routing.pool import Claim, Endpoint
 from extproc.routing.queue import Fit, Waiting
+from extproc.routing.under_way import Sent
 from extproc.routing.weighing import Weighed
 
 
@@ -40,11 +41,14 @@ class Ticket:
         "decode",
         "decode_claim",
         "decode_holds",
+        "decode_sent",
         "error",
         "hits",
+        "hits_s",
         "job",
         "prefill",
         "prefill_claim",
+        "prefill_sent",
         "sent_s",
         "state",
         "stuck",
@@ -76,6 +80,11 @@ class Ticket:
         """Whether that is still open, because every decode worker was full."""
         self.candidates: list[Candidate] = []
         self.hits: Hits | None = None
+        self.hits_s = 0.0
+        """When they were looked up."""
+        self.prefill_sent: Sent | None = None
+        self.decode_sent: Sent | None = None
+        """What counts as held before the workers' events say so."""
         self.warmest: Warmest | None = None
         self.stuck: Stuck | None = None
         """Why it could not go when it was last weighed; None if it is to be weighed."""

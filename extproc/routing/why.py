@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from extproc.routing import health
 from extproc.routing.decision import Candidate, Decision
+from extproc.routing.hits import Hits
 from extproc.routing.job import Job, Mode, Objective
 from extproc.routing.partition import POOL_LABEL
-from extproc.routing.picker import WEIGHED, FullError, Hits, NoEndpointError
+from extproc.routing.picker import WEIGHED, FullError, NoEndpointError
 from extproc.routing.pool import Endpoint, Role
 from extproc.routing.router import Router
 from extproc.routing.scales import HOLD
@@ -178,12 +179,15 @@ class Why:
         """The queue settles the prefill worker first: by its backlog, and by its work, which counts more than once."""
         mine, best = other.terms, self._best.terms
         longer_s = mine.queue_prefill_s - best.queue_prefill_s
+        loads_s = mine.load_s - best.load_s
         hold = self._router.settings.hold * HOLD[self._job.aims.objective]
         work_s = (1 + hold) * (mine.prefill_s - best.prefill_s)
-        if longer_s + work_s < -_SAME_S:
+        if longer_s + work_s + loads_s < -_SAME_S:
             return _PRUNED
-        if longer_s + work_s <= _SAME_S:
+        if longer_s + work_s + loads_s <= _SAME_S:
             return _TURN
+        if loads_s > max(longer_s, work_s):
+            return self._words("load_s", loads_s, other)
         if longer_s >= work_s:
             return f"waits {time_words(longer_s)} longer for the prefill worker"
         return self._more_to_compute(other)
@@ -237,6 +241,7 @@ class Why:
         found = {
             "queue_prefill_s": terms.queue_prefill_s,
             "prefill_s": terms.prefill_s,
+            "load_s": terms.load_s,
             "transfer_s": terms.transfer_s,
             "handshake_s": terms.handshake_s,
             "overhead_s": terms.overhead_s,
@@ -267,6 +272,7 @@ class Why:
             return f"the transfer takes {time} longer"
         return {
             "queue_s": f"waits {time} in the queue",
+            "load_s": f"loads what it holds for {time}: it is not in its GPU's memory",
             "handshake_s": f"the two have never met: a handshake takes {time}",
             "overhead_s": f"a handoff takes {time} by itself",
             "penalty_s": f"the pair failed a while ago: charged {time}",

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from extproc.routing.decision import Candidate, Terms
 from extproc.routing.endpoint_spec import EndpointSpec
+from extproc.routing.hits import Hits
 from extproc.routing.job import Mode, Objective
-from extproc.routing.picker import Hits, NoEndpointError, _idlest_and_warmest, decision
+from extproc.routing.picker import NoEndpointError, _idlest_and_warmest, decision
 from extproc.routing.pool import Role
 from extproc.routing.prefix import Chain
 from extproc.routing.ticket import Ticket

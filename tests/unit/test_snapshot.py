@@ -255,6 +255,7 @@ def test_whoever_gives_the_router_more_to_know_meets_this_test() -> None:
             "prefill_claim",
         ),
         *("sent_s", "state", "stuck", "undecided", "waiting", "whole_reason"),
+        *("hits_s", "prefill_sent", "decode_sent"),  # none of it where hits are given, and no worker is asked
     }
     assert set(Leg.__slots__) <= {
         *("_ended_s", "blocked_until_s", "busy_until_s", "claims", "external_requests", "external_s", "failures"),
@@ -269,12 +270,14 @@ def test_whoever_gives_the_router_more_to_know_meets_this_test() -> None:
         *("_heads", "_in_flight", "_impatient", "_changed", "_last_poll_s", "_settled", "scales"),
         # Claims of others are in the ledger, their open requests in those of the snapshot; what is left is milliseconds.
         *("told", "others", "_yielding_s", "_ours_from_s", "_freed_s"),
+        "known",  # millions of blocks of what workers say: a snapshot has what they said of the prompts that wait
     }
     assert set(vars(router.picker)) <= {
         *("_pool", "_costs", "_settings", "_random", "_groups", "_meet", "_version", "_sessions", "panics"),
     }
     assert set(vars(router.costs)) <= {
         *("settings", "pairs", "_prefill", "_decode", "_transfer", "_latest", "_guess", "_uncached_tokens"),
+        "_loads",
         # Only what the next report of a worker will be about; no decision reads it.
         "_sources",
     }

@@ -1,0 +1,60 @@
+"""What cache servers (LMCache) hold for the workers that use them: by a directory's word, else by what was stored there. Pure.
+
+A worker stores every prompt that it computes in its server, in chunks; a server evicts the chunks used least recently. That is
+a prediction, unlike a worker's events: nobody tells what a server drops. Where a directory was asked, only its word counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from extproc.routing.pool import Endpoint
+from extproc.routing.prefix import Chain, PrefixIndex
+from extproc.routing.token_chain import TokenChain
+
+SHARED = ""
+"""The one server of all workers, where none are told apart."""
+
+
+class Stores:
+    """All servers, by name: that is the value of a label of the workers that share it."""
+
+    def __init__(self, *, label: str | None, chunk_tokens: int, capacity_tokens: int) -> None:
+        """``label`` of the workers names their server, and who has none has no server; None: all share one.
+
+        ``capacity_tokens``: what one server holds. Raises ValueError below 1.
+        """
+        self._label = label
+        self.chunk_tokens = chunk_tokens
+        self._capacity_chunks = max(1, capacity_tokens // chunk_tokens)
+        self._index = PrefixIndex(max(1, 16 * self._capacity_chunks))
+
+    @property
+    def chunks(self) -> int:
+        """Remembered, all servers together."""
+        return self._index.blocks
+
+    def server_of(self, endpoint: Endpoint) -> str | None:
+        """The server of a worker; None: it has none."""
+        return SHARED if self._label is None else endpoint.labels.get(self._label)
+
+    def stored(self, endpoint: Endpoint, chain: TokenChain) -> None:
+        """A worker has computed a prompt, and stored it."""
+        server = self.server_of(endpoint)
+        keys = chain.keys(self.chunk_tokens)
+        if server is not None and len(keys):
+            self._index.set_capacity(server, self._capacity_chunks)
+            self._index.insert(server, Chain(keys, float(self.chunk_tokens)))
+
+    def missed(self, endpoint: Endpoint, chain: TokenChain, tokens: int) -> None:
+        """A server had but the first ``tokens`` of what was held to be there."""
+        server = self.server_of(endpoint)
+        if server is not None:
+            self._index.correct(server, Chain(chain.keys(self.chunk_tokens), 1.0), tokens // self.chunk_tokens)
+
+    def lookup(self, chain: TokenChain, told: Mapping[str, int] | None) -> Mapping[str, int]:
+        """Server -> leading tokens. ``told``: what a directory says, if it was asked."""
+        if told is not None:
+            return told
+        found = self._index.lookup(Chain(chain.keys(self.chunk_tokens), 1.0))
+        return {server: chunks * self.chunk_tokens for server, chunks in found.items()}
