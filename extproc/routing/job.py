@@ -105,6 +105,8 @@ class Job(msgspec.Struct, kw_only=True):
     """Conversation that it belongs to; the worker that holds it is preferred. Empty: none."""
     answer_tokens: int | None = None
     """The request's own cap; None: not given."""
+    token_chain_whole: bool = True
+    """False: ``token_chain`` is only known to be the beginning of the prompt, and says nothing of its length."""
     size_bytes: int = 0
     """Of the request's body, for the queue's limit."""
     handoff: bool = True

@@ -27,6 +27,7 @@ from extproc.routing.stores import Stores
 from extproc.routing.ticket import RejectedError, State, Ticket
 from extproc.routing.told import Others, Told
 from extproc.routing.true_hits import Known
+from extproc.routing.truth import Check
 from extproc.routing.weighing import Weighed
 
 _TICK_S = 0.2
@@ -167,7 +168,7 @@ class Router:
 
     def submit(self, job: Job, now_s: float) -> Ticket:
         """A prompt: its ticket is placed already, or waits. Raises RejectedError, NoEndpointError."""
-        if job.token_chain is not None:
+        if job.token_chain is not None and job.token_chain_whole:
             job.tokens = max(job.token_chain.tokens, 1)  # counted, not estimated
         ticket = Ticket(job)
         self.scales.forget()
@@ -600,35 +601,40 @@ class Router:
             self._learn_decode(ticket, ticket.decode, now_s)
         self._went_well(prefill, Role.PREFILL)
         predicted = max(0, ticket.job.tokens - claim.tokens)
+        ticket.check = None
         total = tokens if tokens is not None else ticket.job.tokens
         cached = cached_tokens if cached_tokens is not None else predicted
         if cached_tokens is not None:
             self.predicted_tokens += predicted
             self.reported_tokens += cached_tokens
         uncached = max(total - cached, 1)
-        below = self._checked(ticket, prefill, cached_tokens, now_s) if self.known is not None else None
+        below = self._checked(ticket, prefill, predicted, cached_tokens, now_s) if self.known is not None else None
         if below is not None:
             self.costs.loaded(prefill, ticket.job, below, sent_s=ticket.sent_s, now_s=now_s, uncached=uncached, cached=cached)
             return
         self.costs.prefilled(prefill, sent_s=ticket.sent_s, now_s=now_s, uncached=uncached, cached=cached)
         self.told.prefilled(prefill.address, sent_s=ticket.sent_s, now_s=now_s, uncached=uncached, cached=cached)
 
-    def _checked(self, ticket: Ticket, prefill: Endpoint, cached_tokens: int | None, now_s: float) -> Below | None:
-        """A prompt was computed by a worker that tells what it holds: what it had to load, if it is sure that it did."""
-        known, job = self.known, ticket.job
+    def _checked(
+        self, ticket: Ticket, prefill: Endpoint, expected: int, cached_tokens: int | None, now_s: float
+    ) -> Below | None:
+        """A prompt was computed where workers tell what they hold: what this one loaded first, if it is sure that it did."""
+        known, job, hits = self.known, ticket.job, ticket.hits
         assert known is not None
         known.under_way.answered(ticket.prefill_sent, now_s)
-        chain, hits, stores = job.token_chain, ticket.hits, known.stores
         below = None if hits is None else hits.below.get(prefill.address)
-        if chain is None or hits is None:
-            return None
-        if below is not None and cached_tokens is not None and cached_tokens < hits.of(prefill) - below.tokens // 2:
-            if below.lmcache and stores is not None:
+        chain, stores = job.token_chain, known.stores
+        if cached_tokens is not None:
+            source = hits.source(prefill.address) if hits is not None else "predicted"
+            ticket.check = Check(source, job.tokens, expected, cached_tokens)
+            known.truth.note(prefill.address, ticket.check)
+        if chain is not None and stores is not None:
+            if below is not None and below.lmcache and cached_tokens is not None and cached_tokens < expected:
                 stores.missed(prefill, chain, cached_tokens)
-            below = None
-        if stores is not None:
             stores.stored(prefill, chain)
-        return below if cached_tokens is not None else None
+        if below is None or cached_tokens is None or cached_tokens < expected - below.tokens // 2:
+            return None
+        return below
 
     def _went_well(self, endpoint: Endpoint, role: Role) -> None:
         leg = endpoint.leg(role)
@@ -684,6 +690,8 @@ class Router:
                 failed.prefill.turn = self._turn
         if ticket.decision is not None:
             ticket.decision.prefill, ticket.decision.reason, ticket.decision.terms = prefill.address, "retry", terms
+            ticket.decision.cached_by = hits.source(prefill.address)
+            ticket.decision.below_tokens = hits.below_tokens(prefill.address)
         return prefill
 
     def decode_again(self, ticket: Ticket, now_s: float) -> Endpoint:
