@@ -42,6 +42,11 @@ class PromptSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int = 1_000_000
     """A chain ends after so many nominal tokens."""
 
+    @property
+    def block_bytes(self) -> int:
+        """Of text."""
+        return self.block_tokens * _BLOCK_BYTES_PER_TOKEN
+
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt."""
@@ -115,21 +120,38 @@ def read_prompt(
     is known of that model's texts. ``known``: chains of earlier prompts, which save time and change nothing.
     """
     seed = _seed(request, model)
-    if request.treatment is Treatment.COMPLETIONS:
-        value = _single(_value(request.fields, "prompt"))
-        if value[:1] == b"[":
-            return _of_token_ids(value, seed, settings)
-        text = _text(value)
-    elif request.treatment is Treatment.CHAT:
-        text = _chat(request.fields)
-    elif request.treatment is Treatment.RESPONSES:
-        text = _after(_value(request.fields, "instructions"), request.fields, _value(request.fields, "input"))
-    elif request.treatment is Treatment.MESSAGES:
-        text = _after(_value(request.fields, "system"), request.fields, _value(request.fields, "messages"))
-    else:
-        text = b""
+    ids = token_ids_sent(request)
+    if ids:
+        return _of_token_ids(ids, seed, settings)
+    text = _text_of(request)
     make = chain_of if known is None else known.chain_of
     return _of_text(text, request.body, seed, settings, bytes_per_token, make)
+
+
+def text_of(request: InferenceRequest, settings: PromptSettings) -> Text:
+    """The text that the chain of ``request`` is made of, whole; nothing where it is made of token ids."""
+    return b"" if token_ids_sent(request) else _compared(_text_of(request), request.body, settings)[0]
+
+
+def token_ids_sent(request: InferenceRequest) -> Text:
+    """The token ids that a client sent as its prompt, a JSON list; nothing where it sent none."""
+    if request.treatment is not Treatment.COMPLETIONS:
+        return b""
+    value = _single(_value(request.fields, "prompt"))
+    return value if value[:1] == b"[" else b""
+
+
+def _text_of(request: InferenceRequest) -> Text:
+    fields = request.fields
+    if request.treatment is Treatment.COMPLETIONS:
+        return _text(_single(_value(fields, "prompt")))
+    if request.treatment is Treatment.CHAT:
+        return _chat(fields)
+    if request.treatment is Treatment.RESPONSES:
+        return _after(_value(fields, "instructions"), fields, _value(fields, "input"))
+    if request.treatment is Treatment.MESSAGES:
+        return _after(_value(fields, "system"), fields, _value(fields, "messages"))
+    return b""
 
 
 class BytesPerToken:
@@ -287,12 +309,8 @@ def _of_text(
 ) -> Prompt:
     """``body`` is what ``text`` is from: what is not in the one is not in the other, and it can be searched without a copy."""
     sent_bytes = len(text)
-    media = 0
-    if holds(body, b'"cache_control"'):
-        text = _CACHE_MARK.sub(b"", bytes(text))
-    if len(text) >= _MEDIA_FROM_BYTES and holds(body, b'"data'):
-        text, media = _MEDIA.subn(lambda found: _stand_in(found[0], settings.image_tokens), bytes(text))
-    block_bytes = settings.block_tokens * _BLOCK_BYTES_PER_TOKEN
+    text, media = _compared(text, body, settings)
+    block_bytes = settings.block_bytes
     return Prompt(
         chain=make(text[: settings.max_tokens * _BLOCK_BYTES_PER_TOKEN], seed, block_bytes, block_bytes / bytes_per_token),
         tokens=round(len(text) / bytes_per_token),
@@ -300,6 +318,16 @@ def _of_text(
         size_bytes=sent_bytes,
         text_bytes=0 if media else len(text),
     )
+
+
+def _compared(text: Text, body: bytes, settings: PromptSettings) -> tuple[Text, int]:
+    """The text without what moves on with every turn, and with stand-ins for media; and how many of these there are."""
+    media = 0
+    if holds(body, b'"cache_control"'):
+        text = _CACHE_MARK.sub(b"", bytes(text))
+    if len(text) >= _MEDIA_FROM_BYTES and holds(body, b'"data'):
+        text, media = _MEDIA.subn(lambda found: _stand_in(found[0], settings.image_tokens), bytes(text))
+    return text, media
 
 
 def _stand_in(media: bytes, tokens: int) -> bytes:
