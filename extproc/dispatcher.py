@@ -27,6 +27,7 @@ from extproc.routing.picker import FullError, NoEndpointError
 from extproc.routing.pool import Endpoint, Role
 from extproc.routing.router import Router
 from extproc.routing.ticket import RejectedError, State, Ticket
+from extproc.routing.truth import Check
 
 REMEMBERED = 200
 """Decisions that `/debug/decisions` shows."""
@@ -68,6 +69,7 @@ class Dispatcher:
         self._decisions: deque[dict[str, Any]] = deque(maxlen=REMEMBERED)
         self._engines: dict[str, str] = {}
         self._panics = 0
+        self._mistrusted = 0
 
     # -- a prompt ----------------------------------------------------------------------------------------------------------
 
@@ -107,6 +109,9 @@ class Dispatcher:
         assert decision is not None
         mode = "aggregate" if decision.prefill is None else "disaggregate"
         self._metrics.decisions.inc(mode, instead_of or reason_of(decision), decision.policy)
+        if self.router.known is not None:
+            known = ticket.job.token_chain is not None
+            self._metrics.cache_lookups.inc(decision.cached_by if known else "no_tokens")
         if ticket.waiting is not None:
             self._metrics.queue_wait_seconds.observe(decision.queued_s)
             self._metrics.queue_position.observe(decision.position)
@@ -137,7 +142,22 @@ class Dispatcher:
             metrics.prefix_prompt_tokens.inc(by=ticket.job.tokens if tokens is None else tokens)
             metrics.prefix_predicted_tokens.inc(by=self.router.predicted_tokens - predicted)
             metrics.prefix_reported_tokens.inc(by=cached_tokens)
+            if ticket.check is not None and endpoint is not None:
+                self._count_check(endpoint.address, ticket.check)
         self.stir()
+
+    def _count_check(self, address: str, check: Check) -> None:
+        metrics, source = self._metrics, check.source
+        metrics.cache_expected_tokens.inc(address, source, by=check.expected_tokens)
+        metrics.cache_found_tokens.inc(address, source, by=check.found_tokens)
+        metrics.cache_error_share.observe(check.error_share, source)
+        mistrusted = self.router.known.truth.mistrusted if self.router.known is not None else 0
+        if mistrusted > self._mistrusted:
+            self._mistrusted = mistrusted
+            metrics.cache_mistrusted.inc(address)
+            self._log.warning(
+                "kv_events_mistrusted", endpoint=address, expected=check.expected_tokens, found=check.found_tokens
+            )
 
     def prefill_failed(self, ticket: Ticket, *, blame: bool) -> None:
         """There was no handoff."""

@@ -139,6 +139,40 @@ class Metrics:
             "Of these, that were there",
             watch="its rate against that of the prompt tokens is the hit ratio",
         )
+        self.cache_lookups = make.tally(
+            "baton_cache_lookups",
+            "Prompts that got workers where workers tell what they hold, by whose word counted for the one that computes: "
+            "`events` (its own), `placed` (sent there a moment ago), `cache_server`, `predicted` (from text: its events are "
+            "not in step), `no_tokens` (from text: the prompt's tokens are not known)",
+            ("by",),
+            known=[(by,) for by in ("events", "placed", "cache_server", "predicted", "no_tokens")],
+            watch="`no_tokens` and `predicted`: what is known is not used",
+        )
+        self.cache_expected_tokens = make.tally(
+            "baton_cache_expected_tokens",
+            "Prompt tokens expected in the caches of a prefill worker that said how many were, by whose word",
+            ("endpoint", "by"),
+        )
+        self.cache_found_tokens = make.tally(
+            "baton_cache_found_tokens",
+            "Of the same prompts, what its engine found",
+            ("endpoint", "by"),
+            watch="its rate against the expected one",
+        )
+        self.cache_error_share = make.spread(
+            "baton_cache_error_share",
+            "How far the two are apart, as a share of the prompt",
+            ("by",),
+            bounds=(0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0),
+            known=[(by,) for by in ("events", "placed", "cache_server", "predicted")],
+            watch="`events` above 0.05: events are lost, or the prompt's tokens are not those that the engine makes",
+        )
+        self.cache_mistrusted = make.tally(
+            "baton_cache_mistrusted",
+            "Times that a worker's events were wrong about what it holds so often that all of it was asked anew",
+            ("endpoint",),
+            watch="anything above 0",
+        )
         self.prefix_blocks = make.gauge("baton_prefix_index_blocks", "Blocks in the prefix index")
         self.answers_served = make.tally(
             "baton_answers_served",
@@ -529,6 +563,9 @@ class Metrics:
             self.engine_expired_requests,
             self.engine_late_notifications,
             self.engine_restarts,
+            self.cache_expected_tokens,
+            self.cache_found_tokens,
+            self.cache_mistrusted,
         ):
             tally.forget("endpoint", endpoint)
         self.handoffs.forget("prefill", endpoint)

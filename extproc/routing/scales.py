@@ -163,7 +163,12 @@ class Scales:
         if best.address in below:
             best_s = soonest_s = best_s + below[best.address].load_s
         best_score = best_s + hold * best_work_s
-        for endpoint in ticket.warmest.endpoints:
+        others = ticket.warmest.endpoints
+        if best.address in below:
+            # Loading may take longer than computing does elsewhere.
+            free = [each for each in view.able if each.address not in below]
+            others = [*others, *(costs.idlest_prefill(free, now_s)[:1] if free else ())]
+        for endpoint in others:
             leg = endpoint.prefill
             if endpoint is view.idlest or leg.blocked_until_s > now_s or endpoint.address not in view.members:
                 continue
@@ -227,7 +232,7 @@ class Scales:
         soonest_s = backlog_s + work_s + load_s
         score = soonest_s + hold * work_s
         # Of equals the idlest one, then the one that holds most.
-        others = [side for side in prefills if side is not idlest and side[0].address in hits]
+        others = [side for side in prefills if side is not idlest and (side[0].address in hits or idlest[4])]
         if len(others) > 1:
             others.sort(key=_most_first)
         for endpoint, _, backlog_s, work_s, load_s in others:

@@ -10,6 +10,7 @@ from extproc.routing.hits import Hits
 from extproc.routing.job import Job
 from extproc.routing.pool import Claim, Endpoint
 from extproc.routing.queue import Fit, Waiting
+from extproc.routing.truth import Check
 from extproc.routing.under_way import Sent
 from extproc.routing.weighing import Weighed
 
@@ -37,6 +38,7 @@ class Ticket:
 
     __slots__ = (
         "candidates",
+        "check",
         "decision",
         "decode",
         "decode_claim",
@@ -79,6 +81,8 @@ class Ticket:
         self.undecided = False
         """Whether that is still open, because every decode worker was full."""
         self.candidates: list[Candidate] = []
+        self.check: Check | None = None
+        """What its prefill worker was expected to hold, and held; only where workers tell what they hold."""
         self.hits: Hits | None = None
         self.hits_s = 0.0
         """When they were looked up."""

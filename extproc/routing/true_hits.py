@@ -14,6 +14,7 @@ from extproc.routing.job import Job
 from extproc.routing.pool import Pool, Role
 from extproc.routing.stores import Stores
 from extproc.routing.token_chain import TokenChain
+from extproc.routing.truth import Truth
 from extproc.routing.under_way import Sent, UnderWay
 
 _FEW = 8
@@ -28,6 +29,7 @@ class Known:
         self.holdings = holdings
         self.stores = stores
         self.under_way = UnderWay(holdings)
+        self.truth = Truth()
 
     def in_step(self, address: str) -> bool:
         """Whether a worker's own word counts alone."""
@@ -40,6 +42,7 @@ class Known:
     def forget(self, address: str) -> None:
         """The worker is gone, or its engine is a new one."""
         self.under_way.forget(address)
+        self.truth.forget(address)
 
     def hits(self, job: Job, predicted: Hits, now_s: float) -> Hits:
         """In place of ``predicted``. Without the prompt's tokens nothing else is known."""
