@@ -386,8 +386,11 @@ def _ext_proc_filter(config: Config) -> hcm.HttpFilter:
         response_body_mode=bodies.FULL_DUPLEX_STREAMED if config.envoy.body_mode == "full_duplex_both" else bodies.NONE,
         response_trailer_mode=send,
     )
+    # With whole bodies the filter answers the headers before it sees more: until then anybody may be asked instead. In full
+    # duplex it may hold the request by then, and one that ends a filter would be shown to the next one.
+    again = "connect-failure,refused-stream,unavailable" + ("" if full_duplex else ",reset")
     retry = core.RetryPolicy(
-        retry_on="connect-failure,refused-stream,unavailable",
+        retry_on=again,
         num_retries=8,
         retry_back_off=core.BackoffStrategy(base_interval=_seconds(0.1), max_interval=_seconds(1.0)),
     )
@@ -747,8 +750,8 @@ def _dead_ones(count: int) -> cluster.OutlierDetection:
     """Leave out who refuses a connection, before two health checks have failed: with nothing to do it would be chosen first.
 
     A health check that goes well ends it. So it may be long, and must not be short: one that comes back before its checks have
-    failed is tried again. Envoy 1.40 does this well once for an endpoint; at its next death it notes the ejection and goes on
-    choosing it all the same until its checks have failed (seen in the real one). So these come often, and the retries last.
+    failed would be tried again. It holds at once only with `update_merge_window: 0`; by default the load balancer may hear of
+    it a second later.
     """
     return cluster.OutlierDetection(
         split_external_local_origin_errors=True,
@@ -781,7 +784,9 @@ def _extproc(config: Config) -> cluster.Cluster:
     made = _grpc_cluster(EXTPROC_CLUSTER, *config.filters, replicas=bool(config.envoy.filters))
     made.health_checks = [check]
     made.transport_socket = envoy_tls.to_filter(config, config.filters[0])
-    made.common_lb_config = cluster.ClusterCommonLbConfig(healthy_panic_threshold=types.Percent(value=0.0))
+    made.common_lb_config = cluster.ClusterCommonLbConfig(
+        healthy_panic_threshold=types.Percent(value=0.0), update_merge_window=timedelta(0)
+    )
     return made
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -82,6 +83,9 @@ _LONGEST_REQUEST_S = 24 * 3600.0
 
 _TELL_AGAIN_S = 60.0
 """From one word about handshakes that fail in one way to the next."""
+
+_FIRST_PROBES_S = 3.0
+"""How long one that starts beside others waits for its first look at the workers."""
 
 _SPARE_STREAMS = 1_000
 """Room above limits.max_streams, in which the filter itself says 429 instead of gRPC cutting the stream."""
@@ -226,6 +230,8 @@ class Server:
             if siblings is not None:
                 siblings.settled()
                 await siblings.taught()
+                if siblings.others_serve():
+                    await self._workers_known()
             server = await self._start_grpc(filter_)
             debug = Debug(
                 dispatcher, Explainer(config), bytes_per_token, self._observer, max_body_bytes=config.limits.max_body_bytes
@@ -317,6 +323,13 @@ class Server:
         if member is None:
             return {}
         return {"process": str(member.index), "siblings": None if member.index else SiblingPages(member)}
+
+    async def _workers_known(self) -> None:
+        """Until a worker of each role is known to live: the others can do without us for so long."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_FIRST_PROBES_S):
+                while not self._pool.ready():  # noqa: ASYNC110 (a second at a start)
+                    await asyncio.sleep(0.02)
 
     # -- parts -------------------------------------------------------------------------------------------------------------
 
