@@ -217,6 +217,10 @@ class SharedLedger(Told):
     def leads(self) -> bool:
         """Whether this one does what only one of them may."""
 
+    def others_serve(self) -> bool:
+        """Whether somebody else knows the workers already."""
+        return any(each.settled for each in self._alive())
+
     def at_rest(self) -> bool:
         """Whether no sibling has an open request."""
         return not any(each.open_streams for each in self._alive())

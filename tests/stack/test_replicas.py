@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import os
@@ -11,6 +12,7 @@ import time
 from dataclasses import dataclass
 
 import aiohttp
+import psutil
 import pytest
 
 from tests.stack.harness import BODY_MODE
@@ -35,6 +37,16 @@ class Done:
     @property
     def failed(self) -> bool:
         return not (self.status == 200 and self.whole)
+
+
+def _dead(pid: int) -> float:
+    """Kill it, and see that it is dead; when that was. Nothing else goes on in this process meanwhile."""
+    os.kill(pid, signal.SIGKILL)
+    process = psutil.Process(pid)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+            pass
+    return time.time()
 
 
 class Load:
@@ -99,19 +111,18 @@ async def test_killed_started_again_and_drained_under_load_only_what_the_killed_
     async with Pair(prefill=3, decode=2) as pair:
         first, second = pair.first, pair.second
         load = Load(pair)
-        await load.more(60)
-        await load.busy(first, 2)
-        pid = first.pid()
-        os.kill(pid, signal.SIGKILL)
-        open_then, killed_s = dict(load.open), time.time()  # in the same turn of the loop: no client has gone on meanwhile
-        await pair.gone(first)
-        await load.more(80)
-        assert await second.metric("baton_siblings") == 0
-
-        await pair.start(first)
-        await load.more(80)
-        served_again = len(first.served())
-        assert served_again > 0, "Envoy sends it requests again"
+        kills: list[tuple[float, set[str]]] = []
+        for _ in range(2):  # what Envoy makes of the second death of an endpoint is another thing
+            await load.more(60)
+            await load.busy(first, 2)
+            kills.append((_dead(first.pid()), set(load.open)))  # in one turn of the loop: no client has gone on meanwhile
+            await pair.gone(first)
+            await load.more(80)
+            assert await second.metric("baton_siblings") == 0
+            served = len(first.served())
+            await pair.start(first)
+            await load.more(80)
+            assert len(first.served()) > served, "Envoy sends it requests again"
 
         second.signal(signal.SIGTERM)
         await pair.gone(second)
@@ -125,13 +136,16 @@ async def test_killed_started_again_and_drained_under_load_only_what_the_killed_
         failed = [each for each in load.done if each.failed]
         of_second, of_first = second.served(), first.served()
         for each in failed:
-            assert each.name in open_then and each.began_s <= killed_s <= each.ended_s, f"{each} was not open at the kill"
+            held_then = any(each.name in held and each.began_s <= at_s <= each.ended_s for at_s, held in kills)
+            # In full duplex Envoy asks nobody else for a stream that it has opened before it saw that the connection is over.
+            just_then = BODY_MODE != "buffered" and any(at_s <= each.began_s < at_s + 0.2 for at_s, _ in kills)
+            assert held_then or just_then, f"{each} was not held at any of {kills}"
             assert each.name not in of_second, f"{each} was the other one's, and failed"
             assert each.name not in of_first, f"{each} had come to its end"
         assert all(each.ended_s - each.began_s < _HUNG_S for each in load.done), "hung"
-        # Streams that were open there and are not lost are those whose answer was on its way and not shown to a filter.
-        held_by_first = [name for name in open_then if name not in of_second and name not in of_first]
-        assert len(failed) <= len(held_by_first)
+        # What was open there and is not lost: answers under way go on.
+        held_by_first = [name for _, held in kills for name in held if name not in of_second and name not in of_first]
+        assert sum(any(each.name in held for _, held in kills) for each in failed) <= len(held_by_first)
         for replica in pair.replicas:
             assert await replica.metric('baton_sibling_messages_total{outcome="malformed"') == 0
             assert not any("Traceback" in str(line) for line in replica.log())
