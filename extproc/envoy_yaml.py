@@ -183,6 +183,7 @@ _COMMENTS: Mapping[str, str] = {
         "uvicorn (vLLM) closes a connection that was idle for 5 s, and loses a request that is sent at that moment. "
         "Envoy closes it first."
     ),
+    "common_lb_config.update_merge_window": "What becomes of a filter counts at once, not up to a second later.",
     "healthy_panic_threshold": "0 %: if no filter is healthy, say so at once instead of trying them all.",
     "overload_manager": "Connections beyond this are closed at once: memory stays bounded.",
 }

@@ -402,9 +402,10 @@ def test_filter_changes_only_its_own_headers(header: str, allowed: bool) -> None
 def test_filter_that_is_down_is_noticed_within_seconds_and_not_called() -> None:
     extproc = cluster("extproc")
     [check] = extproc["health_checks"]
-    assert (check["interval"], check["no_traffic_interval"], check["unhealthy_threshold"]) == ("1s", "1s", 2)
+    assert (check["interval"], check["no_traffic_interval"], check["unhealthy_threshold"]) == ("0.250s", "0.250s", 2)
     assert check["grpc_health_check"]["service_name"] == "envoy.service.ext_proc.v3.ExternalProcessor"
-    assert extproc["common_lb_config"] == {"healthy_panic_threshold": {}}
+    # By default the load balancer hears of an endpoint up to a second later.
+    assert extproc["common_lb_config"] == {"healthy_panic_threshold": {}, "update_merge_window": "0s"}
 
 
 @pytest.mark.parametrize(
