@@ -197,6 +197,8 @@ async def _fresh(journey: Journey, ask: Ask, ticket: Ticket) -> Prefilled:
                 raise parts.dispatcher.as_api_error(error) from None
             age_s = parts.clock() - prefilled.since_s
             parts.metrics.handoff_age_seconds.observe(age_s)
+            if parts.tokens is not None and ask.tokens is not None:
+                parts.tokens.replied(ask.tokens, prefilled.prompt_token_ids)
             if prefilled.handoff.tokens is not None:
                 parts.bytes_per_token.note(ask.model, ask.text_bytes, prefilled.handoff.tokens)
             if age_s <= max_age_s:

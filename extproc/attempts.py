@@ -27,6 +27,7 @@ from extproc.prefill import BusyError, PrefillClient
 from extproc.routing.picker import NoEndpointError
 from extproc.routing.pool import Endpoint
 from extproc.routing.ticket import Ticket
+from extproc.tokens.source import Wanted
 from extproc.waiting import first_of
 
 if TYPE_CHECKING:  # it imports the library, which is not even looked for where tracing is off
@@ -78,6 +79,8 @@ class Ask(msgspec.Struct, frozen=True):
     """Bytes of text in the prompt, to learn from how many of them make a token."""
     trace: RequestTrace | None = None
     """Gets a span for each call."""
+    tokens: Wanted | None = None
+    """What is known of its token ids; to be compared with those of the reply."""
 
 
 class RequestOverError(Exception):

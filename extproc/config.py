@@ -29,6 +29,8 @@ from extproc.routing.endpoint_spec import EndpointSet, EndpointSpec
 from extproc.routing.settings import Routing
 from extproc.tls.settings import ClientTls
 from extproc.tls.settings import faults as tls_faults
+from extproc.tokens.settings import TokenSettings
+from extproc.tokens.settings import faults as token_faults
 from workers import yaml_lines
 
 _HOST_PORT = re.compile(r"^(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):(?P<port>[0-9]{1,5})$")
@@ -506,6 +508,8 @@ class Config(_Section, frozen=True, kw_only=True):
     prefill: Prefill = Prefill()
     handoff: Handoff = Handoff()
     routing: Routing = Routing()
+    tokens: TokenSettings | None = None
+    """Token ids of prompts, to compare with what workers say they hold. null: prompts are compared by their text."""
     health: Health = Health()
     warm_up: WarmUp = WarmUp()
     scrape: Scraping = Scraping()
@@ -597,6 +601,7 @@ class Config(_Section, frozen=True, kw_only=True):
                 f"envoy.idle_timeout_s ({self.envoy.idle_timeout_s:g} s) must be longer than prefill.timeout_s "
                 f"({self.prefill.timeout_s:g} s): Envoy's idle timer runs while a prefill is awaited"
             )
+        _check_tokens(self)
         _check_routes(self)
         _check_policies(self)
         if self.log_level not in ("debug", "info", "warning", "error"):
@@ -691,6 +696,17 @@ def _check_replicas(config: Config) -> None:
         raise ConfigError("envoy.filters: sockets and host:port do not go together")
     if len(set(map(str, filters))) < len(filters):
         raise ConfigError("envoy.filters: an address stands there twice")
+
+
+def _check_tokens(config: Config) -> None:
+    settings = config.tokens
+    if settings is None:
+        return
+    fault = token_faults(settings)
+    if fault is not None:
+        raise ConfigError(f"tokens.{fault}")
+    if not config.prefill.tokenise_once and not settings.models and settings.ask_workers == "off":
+        raise ConfigError("tokens.learn: needs prefill.tokenise_once, with which replies bring token ids")
 
 
 def _check_processes(config: Config) -> None:

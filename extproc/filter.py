@@ -289,6 +289,10 @@ class Filter:
             sample = asked.resolved.sample
             share = parts.config.observe.sample if sample is None else sample
             parts.observer.draw(journey.observed, share, record.request_id)
+        tokens = None
+        if parts.tokens is not None:
+            tokens = await parts.tokens.find(request, job.model or "", job.chain.hashes)
+            job.token_chain, job.token_chain_whole = tokens.chain, tokens.whole
         journey.tenant = parts.metrics.accounts.tenant(job.tenant, asked.resolved.policy.tenant_header)
         try:
             ticket = await journey.place(job)
@@ -315,6 +319,7 @@ class Filter:
                 retries=asked.retries,
                 text_bytes=asked.prompt.text_bytes,
                 trace=journey.trace,
+                tokens=tokens,
             )
             try:
                 await apart.serve(journey, ask, ticket)

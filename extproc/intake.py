@@ -65,7 +65,7 @@ class Intake:
         self.names = Names(config.models)
         self._prefill = config.prefill
         self._policies = Policies(config.policies)
-        self._prompts = PromptSettings(block_tokens=block_tokens or config.routing.block_tokens)
+        self.prompts = PromptSettings(block_tokens=block_tokens or config.routing.block_tokens)
         self._apis = connector(config.handoff).apis
         self._bytes_per_token = bytes_per_token
         self._chains = KnownChains()
@@ -153,4 +153,4 @@ class Intake:
 
     def _prompt(self, request: InferenceRequest, model: str) -> Prompt:
         size = self._bytes_per_token.of(model)
-        return read_prompt(request, self._prompts, model=model, bytes_per_token=size, known=self._chains)
+        return read_prompt(request, self.prompts, model=model, bytes_per_token=size, known=self._chains)

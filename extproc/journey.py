@@ -42,6 +42,7 @@ from extproc.routing.job import Aims, Job
 from extproc.routing.pool import Endpoint, Pool
 from extproc.routing.prefix import Chain
 from extproc.routing.ticket import Ticket
+from extproc.tokens.source import TokenSource
 from extproc.waiting import first_of
 from extproc.warm_up import WarmUp
 
@@ -140,6 +141,8 @@ class Parts(msgspec.Struct, frozen=True):
     credentials: Mapping[str, str] | None = None
     """What requests carry in place of their clients' credentials; None: they keep those."""
     tracing: Tracing | None = None
+    tokens: TokenSource | None = None
+    """What knows the token ids of prompts, where that is wanted."""
     routes: RouteHeaders = RouteHeaders()
     """What Envoy's routes go by."""
     clock: Callable[[], float] = time.monotonic

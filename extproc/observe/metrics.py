@@ -41,6 +41,11 @@ TTFT_SECONDS = (
 
 _FALLBACKS = ("retry", "aggregate", "stale", "decode", "panic", "unwarmed", "gateway")
 _REJECTIONS = ("queue_full", "queue_wait", "late", "max_in_flight", "deadline", "no_endpoint")
+TOKEN_REASONS = (
+    *("api", "ask_failed", "busy", "distrusted", "failed", "invalid", "left_alone", "multimodal", "no_source", "no_template"),
+    *("no_worker", "refused", "template_kwargs", "template_refused", "timeout", "too_long", "unknown_field"),
+)
+"""Why the token ids of a prompt are not known."""
 _PREFILL_OUTCOMES = ("ok", "failed", "refused", "cancelled")
 SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
 """vLLM's names for where the KV of a prompt token came from."""
@@ -517,6 +522,50 @@ class Metrics:
             "baton_endpoints_warming", "Live workers that get no clients' requests until they are warm"
         )
         self.warm_up_waiting = make.gauge("baton_warm_up_waiting_requests", "Prompts that wait until a pair of workers is warm")
+
+        make.topic("Token ids")
+        self.token_chains = make.tally(
+            "baton_token_chains",
+            "Prompts by where their token ids came from: the client (`ids`), an earlier reply to the same prompt (`learned`), "
+            "the `tokenizer`, a `worker` that was asked; `learned_prefix`: only their beginning is known; `none`",
+            ("source",),
+            known=[(each,) for each in ("ids", "learned", "tokenizer", "worker", "learned_prefix", "none")],
+            watch="`none`: for these, what workers say they hold is not used",
+        )
+        self.token_chain_missing = make.tally(
+            "baton_token_chain_missing",
+            "Prompts whose token ids are not all known, by reason; see [tokens](tokens.md#reasons)",
+            ("reason",),
+            known=[(each,) for each in TOKEN_REASONS],
+            watch="`timeout`, `busy`, `ask_failed`, `distrusted`",
+        )
+        self.token_chain_seconds = make.spread(
+            "baton_token_chain_seconds",
+            "Time that a request took for its token ids",
+            ("source",),
+            bounds=_OWN_SECONDS,
+        )
+        self.token_chains_compared = make.tally(
+            "baton_token_chains_compared",
+            "Token ids compared with those that the prefill worker replied with",
+            ("source", "result"),
+            watch='`result="other"`: the source is not asked for ten minutes. Is it the same tokenizer, template and settings?',
+        )
+        self.token_lessons = make.tally(
+            "baton_token_lessons",
+            "Prompts of prefill replies: `kept`, `dropped` (too many waited), `unreadable`, `forgotten` (they differ)",
+            ("outcome",),
+            known=[(each,) for each in ("kept", "dropped", "unreadable", "forgotten")],
+        )
+        self.token_beginnings = make.tally(
+            "baton_token_beginnings",
+            "Prompts that went on from an earlier one: whether they began with its token ids",
+            ("result",),
+            known=[("held",), ("other",)],
+        )
+        self.token_waiting = make.gauge("baton_token_waiting", "Prompts that are tokenised now, or of which a worker is asked")
+        self.token_cache_bytes = make.gauge("baton_token_cache_bytes", "Token ids that are kept", ["kind"])
+        self.token_cache_max_bytes = make.gauge("baton_token_cache_max_bytes", "So many may be", ["kind"])
 
         make.topic("Cache servers")
         self.cache_server_up = make.gauge(
