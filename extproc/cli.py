@@ -300,7 +300,8 @@ def envoy_config(
 
 @app.command(
     epilog="Examples:  baton replay --trace trace.jsonl.gz --load 0.9  ·  "
-    "baton replay --trace trace.jsonl.gz --rate 2.5 --policy baton --policy cache-aware --json",
+    "baton replay --trace trace.jsonl.gz --rate 2.5 --policy baton --policy cache-aware --json  ·  "
+    "baton replay --trace trace.jsonl.gz --policy baton --cache-tokens 210000 --filters 2 --index events",
 )
 def replay(
     trace: Annotated[Path, typer.Option(help="JSON lines, or gzipped: timestamp, input_length, output_length, hash_ids.")],
@@ -312,6 +313,12 @@ def replay(
     policy: Annotated[
         list[str] | None, typer.Option(help="Of these only: baton, round-robin, cache-aware, least-load, prefix, random.")
     ] = None,
+    cache_tokens: Annotated[int, typer.Option(min=512, help="KV cache of each worker, in tokens.")] = 4_900 * 512,
+    index: Annotated[
+        str,
+        typer.Option(help="How Baton knows what caches hold: predicted, events (of the workers), oracle (looks in)."),
+    ] = "predicted",
+    filters: Annotated[int, typer.Option(min=1, help="Filters that know nothing of each other.")] = 1,
     config: Annotated[
         Path | None,
         typer.Option(
@@ -333,7 +340,9 @@ def replay(
     """Replay a trace on simulated workers with a virtual clock, one policy after the other."""
     from extproc import replay_command as command
     from extproc.replay import Setup
+    from extproc.replay_index import Index
     from extproc.routing.settings import Routing
+    from workers.sim.twin import TwinConfig
 
     settings = None if config is None else _load(config)
     try:
@@ -351,10 +360,12 @@ def replay(
             requests=requests,
             rate_per_s=rate,
             load=load,
-            setup=Setup(prefill=prefill, decode=decode),
+            setup=Setup(prefill=prefill, decode=decode, engine=TwinConfig(num_blocks=cache_tokens // 512)),
             aims=(lambda _: chosen) if settings is None else command.aims_of_config(settings),
             routing=Routing(queue_wait_s=max_wait, seed=seed) if settings is None else settings.routing,
             policies=policy or command.POLICIES,
+            index=command.one_of(Index, "index", index),
+            filters=filters,
             ttft_slo_s=ttft_slo,
             itl_slo_s=itl_slo,
         )

@@ -10,16 +10,18 @@ import heapq
 import math
 import time
 from array import array
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 from extproc.routing.job import Aims, Job
 from extproc.routing.load import Load
 from extproc.routing.prefix import Chain
+from extproc.routing.token_chain import TokenChain
 from workers.goodput import Outcome, Status
 from workers.sim.timing import Profile
 from workers.sim.twin import Done, Event, Pulled, TwinConfig, TwinEngine, TwinLoad
+from workers.sim.twin_cache import Change, TwinCache
 from workers.traces import BLOCK_TOKENS, Request
 
 _PATIENCE_S = 600.0
@@ -63,6 +65,16 @@ class Dispatcher(Protocol):
 
     def on_load(self, address: str, load: Load, now_s: float) -> None:
         """A worker reported."""
+
+
+class Watch(Protocol):
+    """Who is told what the caches of the workers hold."""
+
+    def begin(self, caches: Mapping[str, TwinCache]) -> None:
+        """The caches of all workers, by address, before anything happens."""
+
+    def told(self, address: str, changes: Sequence[Change], ids: Mapping[int, int]) -> None:
+        """A worker's events. ``ids``: the trace's id of each block of a prompt that came so far, by its key."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +126,20 @@ def chain_of_ids(hash_ids: Sequence[int], tokens: int) -> Chain:
     return Chain(hashes, float(BLOCK_TOKENS))
 
 
+def token_chain_of(hash_ids: Sequence[int], tokens: int) -> TokenChain:
+    """A prompt of a trace as tokens: those of a block are all its id."""
+    token_ids = array("I")
+    for block in hash_ids:
+        token_ids += tokens_of(block)
+    del token_ids[tokens:]
+    return TokenChain(token_ids)
+
+
+def tokens_of(block: int) -> array[int]:
+    """The tokens of a block."""
+    return array("I", (block & 0xFFFFFFFF,)) * BLOCK_TOKENS
+
+
 def capacity(requests: Sequence[Request], setup: Setup) -> float:
     """Requests a second from which on the prefill queues grow without end where workers are given their turns.
 
@@ -148,13 +174,15 @@ def replay(
     aims: Callable[[Request], Aims],
     *,
     tenant: Callable[[int], str] = lambda _: "",
+    watches: Sequence[Watch] = (),
 ) -> Replayed:
     """Send the requests at their times and follow each to its end.
 
-    ``aims`` is the policy of a request, ``tenant`` says whose the n-th one is. Raises RuntimeError if the dispatcher never
+    ``aims`` is the policy of a request, ``tenant`` says whose the n-th one is; ``watches`` are told of the workers' caches, and
+    prompts have tokens where there are any. Raises RuntimeError if the dispatcher never
     decides about a request, and ValueError for one that no worker could ever hold.
     """
-    return _Run(requests, dispatcher, setup, aims, tenant).run()
+    return _Run(requests, dispatcher, setup, aims, tenant, watches).run()
 
 
 class _Journey:
@@ -195,6 +223,7 @@ class _Run:
         setup: Setup,
         aims: Callable[[Request], Aims],
         tenant: Callable[[int], str],
+        watches: Sequence[Watch],
     ) -> None:
         self._requests = requests
         self._dispatcher = dispatcher
@@ -210,6 +239,12 @@ class _Run:
         self._placed: dict[int, Placed | Refused] = {}
         self._messages: list[tuple[float, int, Callable[[float], None]]] = []
         self._sent = 0
+        self._watches = watches
+        self._ids: dict[int, int] = {}
+        for worker in self._workers if watches else ():
+            worker.engine.cache.changes = []
+        for watch in watches:
+            watch.begin({worker.address: worker.engine.cache for worker in self._workers})
 
     def run(self) -> Replayed:
         began_s = time.perf_counter()
@@ -233,6 +268,8 @@ class _Run:
                         for event in worker.engine.advance(now_s):
                             self._happened(worker, event)
                         worker.stirred()
+                        if worker.engine.cache.changes:
+                            self._tell(worker, now_s)
             while self._messages and self._messages[0][0] <= now_s:
                 heapq.heappop(self._messages)[2](now_s)
                 decide = True
@@ -265,9 +302,14 @@ class _Run:
         request = self._requests[number]
         journey = _Journey(number, request, chain_of_ids(request.hash_ids, request.input_tokens))
         self._journeys[str(number)] = journey
+        token_chain = None
+        if self._watches:
+            self._ids.update(zip(journey.chain.hashes, request.hash_ids, strict=False))
+            token_chain = token_chain_of(request.hash_ids, request.input_tokens)
         job = Job(
             model=None,
             chain=journey.chain,
+            token_chain=token_chain,
             tokens=request.input_tokens,
             aims=self._aims(request),
             arrived_s=now_s,
@@ -355,6 +397,15 @@ class _Run:
             tenant=self._tenant(journey.number),
             wait_s=journey.placed_s - request.at_s,
         )
+
+    def _tell(self, worker: _Worker, now_s: float) -> None:
+        """Its events reach all who watch."""
+        cache = worker.engine.cache
+        changes, cache.changes = cache.changes, []
+        assert changes is not None
+        told, address = changes, worker.address
+        for watch in self._watches:
+            self._send(now_s + self._setup.hop_s, lambda _, to=watch: to.told(address, told, self._ids))  # type: ignore[misc]
 
     def _report(self, worker: _Worker, now_s: float) -> None:
         before, load = worker.reported, worker.engine.load()

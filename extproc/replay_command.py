@@ -13,9 +13,9 @@ from rich.table import Table
 
 from extproc.config import Config
 from extproc.policy import Policies
-from extproc.replay import Dispatcher, Placed, Replayed, Setup, capacity, replay
+from extproc.replay import Dispatcher, Placed, Replayed, Setup, Watch, capacity, replay
+from extproc.replay_index import Index, filters
 from extproc.replay_peers import CacheAware, Turns
-from extproc.replay_router import Routed
 from extproc.routing.job import Aims, Late, Mode, Objective
 from extproc.routing.settings import Routing
 from workers import goodput, traces
@@ -25,7 +25,7 @@ from workers.traces import Request
 _PATH = "/v1/chat/completions"
 """Where a request of a trace is taken to go."""
 
-_Word = TypeVar("_Word", Objective, Mode, Late)
+_Word = TypeVar("_Word", Objective, Mode, Late, Index)
 
 _OURS = {
     "least-load": Aims(objective=Objective.LEAST_LOAD, mode=Mode.DISAGGREGATE, held=False),
@@ -51,6 +51,10 @@ class ReplayOptions:
     """What the policy `baton` makes of a request."""
     routing: Routing = field(default_factory=Routing)
     policies: Sequence[str] = POLICIES
+    index: Index = Index.PREDICTED
+    """How the filter's own policies know what the caches hold."""
+    filters: int = 1
+    """So many that know nothing of each other."""
     ttft_slo_s: float = goodput.TTFT_SLO_S
     itl_slo_s: float = goodput.ITL_SLO_S
 
@@ -92,8 +96,8 @@ def run_replay(options: ReplayOptions, *, progress: Callable[[str], None] = lamb
     lines = []
     for name in options.policies:
         progress(name)
-        dispatcher, aims = _policy(name, options)
-        lines.append(_line(name, replay(requests, dispatcher, options.setup, aims), options))
+        dispatcher, aims, watches = _policy(name, options)
+        lines.append(_line(name, replay(requests, dispatcher, options.setup, aims, watches=watches), options))
     return Comparison(requests=len(requests), capacity_per_s=limit_per_s, rate_per_s=rate_per_s, lines=lines)
 
 
@@ -106,14 +110,15 @@ def routing_of(routing: Routing, setup: Setup) -> Routing:
     )
 
 
-def _policy(name: str, options: ReplayOptions) -> tuple[Dispatcher, Callable[[Request], Aims]]:
+def _policy(name: str, options: ReplayOptions) -> tuple[Dispatcher, Callable[[Request], Aims], Sequence[Watch]]:
     setup = options.setup
     if name == "round-robin":
-        return Turns(setup.prefill_addresses, setup.decode_addresses), _no_aims
+        return Turns(setup.prefill_addresses, setup.decode_addresses), _no_aims, ()
     if name == "cache-aware":
-        return CacheAware(setup.prefill_addresses, setup.decode_addresses), _no_aims
+        return CacheAware(setup.prefill_addresses, setup.decode_addresses), _no_aims, ()
     ours = _OURS.get(name)
-    return Routed(setup, routing_of(options.routing, setup)), options.aims if ours is None else lambda _: ours
+    dispatcher, watches = filters(setup, routing_of(options.routing, setup), options.index, options.filters)
+    return dispatcher, options.aims if ours is None else lambda _: ours, watches
 
 
 def _no_aims(request: Request) -> Aims:
@@ -198,9 +203,9 @@ def aims_of(
         raise ValueError(f"dispatch: queue or immediate, not {dispatch!r}")
     return Aims(
         policy="replay",
-        objective=_one_of(Objective, "objective", objective),
-        mode=_one_of(Mode, "mode", mode),
-        late=_one_of(Late, "late", late),
+        objective=one_of(Objective, "objective", objective),
+        mode=one_of(Mode, "mode", mode),
+        late=one_of(Late, "late", late),
         held=dispatch == "queue",
         ttft_slo_s=ttft_slo_s,
         itl_slo_s=itl_slo_s,
@@ -208,7 +213,8 @@ def aims_of(
     )
 
 
-def _one_of(kind: type[_Word], option: str, word: str) -> _Word:
+def one_of(kind: type[_Word], option: str, word: str) -> _Word:
+    """The member that a word of the command line names. Raises ValueError with all there are."""
     try:
         return kind(word)
     except ValueError:

@@ -10,11 +10,14 @@ from typer.testing import CliRunner
 
 from extproc import cli
 from extproc.replay import Placed, Refused, Setup, capacity, chain_of_ids, replay
-from extproc.replay_command import POLICIES, ReplayOptions, as_json, run_replay
+from extproc.replay_command import POLICIES, ReplayOptions, as_json, routing_of, run_replay
+from extproc.replay_index import Index, filters
 from extproc.replay_peers import CacheAware, Turns
 from extproc.routing.job import Aims, Mode
+from extproc.routing.settings import Routing
 from workers import goodput, traces
 from workers.goodput import Status
+from workers.sim.twin import TwinConfig
 from workers.traces import Request
 
 SETUP = Setup(prefill=3, decode=5)
@@ -218,3 +221,24 @@ def test_a_refusal_of_one_policy_is_json_without_nan(trace_file):
     aims = Aims(mode=Mode.AGGREGATE, ttft_slo_s=2.5, max_in_flight=0)
     found = run_replay(ReplayOptions(trace=trace_file, policies=("baton",), requests=20, aims=lambda _: aims))
     assert json.loads(as_json(found))["lines"][0]["summary"]["ttft_p50_s"] is None
+
+
+def hit_ratio(index, count, requests):
+    """With caches that hold a small part of what comes."""
+    small = Setup(prefill=3, decode=5, engine=TwinConfig(num_blocks=300))
+    dispatcher, watches = filters(small, routing_of(Routing(), small), index, count)
+    found = replay(requests, dispatcher, small, no_aims, watches=watches).outcomes
+    return sum(each.cached_tokens for each in found) / sum(each.input_tokens for each in found)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_who_hears_the_events_knows_as_much_as_who_looks_into_the_caches(count):
+    requests = conversations(250, rate_per_s=1.5)
+    events, oracle = hit_ratio(Index.EVENTS, count, requests), hit_ratio(Index.ORACLE, count, requests)
+    assert oracle > 0.05
+    assert events == pytest.approx(oracle, rel=0.02)
+
+
+def test_events_find_what_another_filter_has_put_there_and_nothing_that_it_drove_out():
+    requests = conversations(250, rate_per_s=1.5)
+    assert hit_ratio(Index.EVENTS, 2, requests) > 1.1 * hit_ratio(Index.PREDICTED, 2, requests)

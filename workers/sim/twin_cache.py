@@ -8,9 +8,27 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import NamedTuple
 
 Block = int | None
 """A block that somebody holds: by the key it is cached under, or without one."""
+
+
+class Entered(NamedTuple):
+    """Consecutive blocks are in the cache now."""
+
+    keys: Sequence[int]
+    before: int | None
+    """The block before the first of them; None: they begin a prompt."""
+
+
+class Left(NamedTuple):
+    """These blocks are not in the cache any more."""
+
+    keys: Sequence[int]
+
+
+Change = Entered | Left
 
 
 class TwinCache:
@@ -22,6 +40,8 @@ class TwinCache:
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._nameless = 0
         self._unique = -1
+        self.changes: list[Change] | None = None
+        """What has changed, for whoever sets a list here and empties it: what an engine's KV events say."""
 
     @property
     def held_blocks(self) -> int:
@@ -55,18 +75,22 @@ class TwinCache:
         empty = self.num_blocks - self.held_blocks - len(self._idle)
         if count > empty + len(self._idle):
             return False
-        for _ in range(count - empty):
-            self._idle.popitem(last=False)
+        gone = [self._idle.popitem(last=False)[0] for _ in range(count - empty)]
+        if gone and self.changes is not None:
+            self.changes.append(Left(gone))
         self._nameless += count
         return True
 
     def register(self, blocks: list[Block], first: int, keys: Sequence[int]) -> None:
         """The new blocks from ``first`` on are full now: they enter the cache, but for keys that are in it already."""
+        nameless = self._nameless
         for index, key in enumerate(keys, start=first):
             if blocks[index] is None and key not in self._users and key not in self._idle:
                 blocks[index] = key
                 self._nameless -= 1
                 self._users[key] = 1
+        if self._nameless < nameless and self.changes is not None:
+            self.changes.append(Entered(keys, blocks[first - 1] if first else None))
 
     def unique_keys(self, count: int) -> list[int]:
         """Keys for blocks that no other prompt has, such as those of an answer. They are negative."""
