@@ -20,6 +20,8 @@ from extproc.discovery.kubernetes.settings import check as check_kubernetes
 from extproc.discovery.listing import ListingError, endpoint_set, name_server
 from extproc.handoff.remote_hosts import RemoteHosts
 from extproc.models import Models
+from extproc.observe.kv_events.settings import KvEvents
+from extproc.observe.kv_events.settings import faults as kv_event_faults
 from extproc.observe.load import Scraping
 from extproc.policy_config import PolicyRule, check_policies
 from extproc.pools.settings import PoolRule, Routes, check_pools, pooled_labels
@@ -513,6 +515,7 @@ class Config(_Section, frozen=True, kw_only=True):
     health: Health = Health()
     warm_up: WarmUp = WarmUp()
     scrape: Scraping = Scraping()
+    kv_events: KvEvents = KvEvents()
     cache_servers: list[str] = []
     """`host:port` of the HTTP ports of the prefill workers' LMCache servers, to be watched: metrics and `/healthz` show them.
     No decision depends on it."""
@@ -563,6 +566,8 @@ class Config(_Section, frozen=True, kw_only=True):
         for index, text in enumerate(self.cache_servers):
             if _address(f"cache_servers[{index}]", text).path:
                 raise ConfigError(f"cache_servers[{index}]: {text!r} is not host:port")
+        for fault in kv_event_faults(self.kv_events):
+            raise ConfigError(f"kv_events.{fault}")
         for section in _SECTIONS:
             values: dict[str, Any] = msgspec.structs.asdict(getattr(self, section))
             for name, value in values.items():

@@ -20,6 +20,7 @@ from extproc.discovery.choose import sources
 from extproc.discovery.merge import Discovery
 from extproc.dispatcher import Dispatcher
 from extproc.observe.engines import Engines
+from extproc.observe.kv_events.following import Following
 from extproc.observe.load import LoadScraper, Scrape, restarted
 from extproc.observe.logs import Logger
 from extproc.observe.metrics import Metrics
@@ -52,9 +53,11 @@ class Fleet:
         own_headers: Mapping[str, str],
         link: WorkerLink = PLAIN,
         leads: Callable[[], bool] = lambda: True,
+        kv_events: Following | None = None,
     ) -> None:
         """``on_change`` is called when a worker comes, goes, or changes between live and not; ``own_headers``: see
         :mod:`extproc.worker_key`. ``leads``: no other process of this filter scrapes workers and writes Envoy's files.
+        ``kv_events``: what follows the workers' KV events; None: nothing does.
 
         Raises SourceError, and OSError where endpoint files cannot be written.
         """
@@ -67,6 +70,7 @@ class Fleet:
         self._log = log
         self._on_change = on_change
         self._leads = leads
+        self._kv_events = kv_events
         self._stale_files = asyncio.Event()
         self._scrapes: dict[str, Scrape] = {}
         self._shown: set[tuple[str, str]] = set()
@@ -117,6 +121,8 @@ class Fleet:
         async with asyncio.TaskGroup() as tasks:
             for part in (self._discovery, self._prober, self._scraper, self._warm_up):
                 tasks.create_task(part.run())
+            if self._kv_events is not None:
+                tasks.create_task(self._kv_events.run())
             tasks.create_task(self._sweep())
             tasks.create_task(self._follow_files())
 
@@ -143,6 +149,7 @@ class Fleet:
             "leaving": [each.address for each in self.pool.endpoints if each.leaving],
             "warm_up": self._warm_up.status(),
             "discovery": self._discovery.status(),
+            **({} if self._kv_events is None else {"kv_events": self._kv_events.status()}),
             "envoy": self.endpoints.status(),
         }
 
@@ -174,6 +181,7 @@ class Fleet:
         for endpoint in others:
             self._scrapes.pop(endpoint.address, None)
             self._dispatcher.restarted(endpoint)
+            self._suspect(endpoint.address)
         self._changed()
 
     def _on_refused(self, source: str, address: str, why: str) -> None:
@@ -197,6 +205,8 @@ class Fleet:
         before = self._scrapes.get(address)
         # The scraper forgets a worker that is away.
         scrape.restarted |= before is not None and restarted(before, scrape)
+        if scrape.restarted:
+            self._suspect(address)
         load = scrape.load(before)
         if self._warm_up.took_transfer(address):
             load = msgspec.structs.replace(load, transfer_s=None, transfer_bytes=None)
@@ -205,6 +215,11 @@ class Fleet:
         self._scrapes[address] = scrape
         known = before is not None and None not in (before.process_start_s, scrape.process_start_s)
         self._warm_up.reported(address, same=known and not scrape.restarted)
+
+    def _suspect(self, address: str) -> None:
+        """Another engine may be there: its events have to show whether that is so."""
+        if self._kv_events is not None:
+            self._kv_events.restarted(address)
 
     async def _sweep(self) -> None:
         while True:
@@ -217,6 +232,8 @@ class Fleet:
     def _changed(self) -> None:
         self._prober.sync()
         self._warm_up.sync()
+        if self._kv_events is not None:
+            self._kv_events.sync()
         self._expose()
         self._tell()
         self._dispatcher.stir()

@@ -30,6 +30,7 @@ from extproc.kv import routing_of
 from extproc.live import Live
 from extproc.observe.cache_servers import CacheServers
 from extproc.observe.engines import Engines
+from extproc.observe.kv_events.following import Following
 from extproc.observe.log_writer import LogWriter
 from extproc.observe.logs import Logger, take_over
 from extproc.observe.metrics import Metrics
@@ -52,6 +53,7 @@ from extproc.recent import Recent
 from extproc.release import Releaser
 from extproc.replicas import ledger as replicas
 from extproc.routing.endpoint_spec import EndpointSet
+from extproc.routing.holdings import Holdings
 from extproc.routing.pool import Pool
 from extproc.routing.router import Router
 from extproc.tls.files import FileFollower, Followed
@@ -133,7 +135,8 @@ class Server:
         connector = choose_connector(config.handoff)
         bytes_per_token = BytesPerToken()
         intake = Intake(config, bytes_per_token)
-        router = Router(self._pool, routing_of(config))
+        holdings = Holdings(config.kv_events.max_blocks) if config.kv_events.enabled else None
+        router = Router(self._pool, routing_of(config), holdings=holdings)
         dispatcher = Dispatcher(
             router,
             names=intake.names,
@@ -163,6 +166,7 @@ class Server:
             on_change=self._on_endpoint_change,
             leads=leads,
         )
+        kv_events = self._follow_kv_events(router, holdings, own_headers, link)
         try:
             fleet = self._fleet = Fleet(
                 config,
@@ -175,6 +179,7 @@ class Server:
                 own_headers=own_headers,
                 link=link,
                 leads=leads_here,
+                kv_events=kv_events,
             )
         except SourceError as error:
             raise OSError(str(error)) from error
@@ -393,6 +398,29 @@ class Server:
             raise ConfigError(f"tracing.endpoint: no module {error.name}: pip install 'kv-baton[tracing]'") from None
         metrics = self._metrics
         return open_tracing(settings, count=lambda outcome, spans: metrics.trace_spans.inc(outcome, by=spans), log=self._log)
+
+    def _follow_kv_events(
+        self, router: Router, holdings: Holdings | None, own_headers: WorkerKey, link: WorkerLink
+    ) -> Following | None:
+        """None: it is off. Each of several processes follows all workers: each decides by itself. Raises ConfigError."""
+        if holdings is None:
+            return None
+        try:
+            from extproc.observe.kv_events.subscriber import Subscriber
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"kv_events.enabled: no module {error.name}: pip install 'kv-baton[kv-events]'") from None
+        subscriber = Subscriber(
+            self._config.kv_events,
+            self._pool,
+            holdings,
+            metrics=self._metrics,
+            log=self._log,
+            link=link,
+            own_headers=own_headers,
+        )
+        if router.known is not None:
+            router.known.truth.on_mistrust = subscriber.distrusted
+        return subscriber
 
     async def _until_stopped(self, background: list[asyncio.Task[None]]) -> None:
         """Wait for SIGTERM. Raises what a background task died of: without its eyes the filter must not go on."""

@@ -586,6 +586,72 @@ class Metrics:
             ["server"],
         )
 
+        make.topic("KV events")
+        worker = ["endpoint"]
+        self.kv_events = make.tally("baton_kv_events", "KV cache events of the worker that were read", worker)
+        self.kv_event_batches = make.tally(
+            "baton_kv_event_batches",
+            "Batches of KV events: as published (`live`), from a replay, had already (`old`), not understood (`faulty`)",
+            ["endpoint", "outcome"],
+            watch="faulty",
+        )
+        self.kv_event_blocks = make.tally(
+            "baton_kv_event_blocks", "Blocks that the worker said it stored and removed", ["endpoint", "kind"]
+        )
+        self.kv_event_clears = make.tally("baton_kv_event_clears", "Times that the worker said its cache was emptied", worker)
+        self.kv_event_gaps = make.tally(
+            "baton_kv_event_gaps",
+            "Missing batches: filled by a replay, or `lost`, which drops what was known of the worker",
+            ["endpoint", "outcome"],
+            watch="lost",
+        )
+        self.kv_event_replays = make.tally(
+            "baton_kv_event_replays", "Replays asked for, and those that failed", ["endpoint", "outcome"], watch="failed"
+        )
+        self.kv_event_restarts = make.tally(
+            "baton_kv_event_restarts", "Restarts of the worker's engine that its events showed", worker
+        )
+        self.kv_event_dropped_blocks = make.tally(
+            "baton_kv_event_dropped_blocks",
+            "Entries dropped because events were missed or not understood",
+            worker,
+            watch="growth",
+        )
+        self.kv_events_unknown = make.tally(
+            "baton_kv_events_unknown",
+            "Events passed over: a kind or field (`name`, looked at in every 1,024th batch) or a `medium` that is not known",
+            ["endpoint", "what"],
+        )
+        self.kv_event_lag_seconds = make.spread(
+            "baton_kv_event_lag_seconds",
+            "From the time in a batch, by the worker's clock, to its reading here",
+            bounds=_OWN_SECONDS,
+            watch="over 1 s: decisions are made with what was",
+        )
+        self.kv_event_publishers = make.gauge(
+            "baton_kv_event_publishers", "Publishers of the worker that are followed, one for each data-parallel rank", worker
+        )
+        self.kv_in_step = make.gauge(
+            "baton_kv_in_step",
+            "1 if all that the worker's caches hold is known by its events; else prediction counts",
+            worker,
+            watch="0",
+        )
+        self.kv_index_blocks = make.gauge(
+            "baton_kv_index_blocks", "Blocks that the worker holds, as its events say", ["endpoint", "tier"]
+        )
+        self.kv_index_bytes = make.gauge("baton_kv_index_bytes", "Memory of what is known of the workers' caches, about")
+        self.kv_index_max_bytes = make.gauge("baton_kv_index_max_bytes", "What that may take: `kv_events.max_blocks`")
+        self.kv_index_evictions = make.tally(
+            "baton_kv_index_evictions", "Entries that had to go for newer ones", watch="growth: raise `kv_events.max_blocks`"
+        )
+        self.kv_index_ignored_blocks = make.tally(
+            "baton_kv_index_ignored_blocks",
+            "Blocks of events that change nothing: stored behind an unknown one (`orphan`), `removed` but not known, of a"
+            " `group` that does not decide",
+            ["why"],
+        )
+
     async def render(self, process: str | None = None) -> bytes:
         """The text exposition format; ``process`` is a label of every sample, where there are several processes.
 

@@ -313,6 +313,11 @@ class Holdings:
         """What all of it takes, by measurement of a block."""
         return self.blocks * BLOCK_BYTES
 
+    @property
+    def max_bytes(self) -> int:
+        """What all of it can take."""
+        return self.max_blocks * BLOCK_BYTES
+
     def sources(self, address: str) -> list[Source]:
         """The engines of an endpoint."""
         return list(self._sources.get(address, {}).values())

@@ -38,6 +38,7 @@ class Stored:
     token_ids: tuple[int, ...]
     adapter: str
     extra_keys: tuple[tuple[str, ...] | None, ...]
+    medium: str = "GPU"
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Removed:
     """Blocks left the prefix cache."""
 
     hashes: tuple[bytes, ...]
+    medium: str = "GPU"
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,8 @@ class BlockPool:
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
         self._users = [0] * num_blocks
         self._hash: list[bytes | None] = [None] * num_blocks
-        self._cached: dict[bytes, int] = {}
+        self._cached: dict[bytes, dict[int, None]] = {}
+        """Hash -> the blocks that have it: vLLM does not join those of equal content, and finds the first."""
         self.kv: list[Kv] = [UNREADABLE] * num_blocks
 
     @property
@@ -93,11 +96,15 @@ class BlockPool:
         """The cached blocks of the longest known prefix. They are not held yet: see hold()."""
         found = []
         for digest in hashes:
-            block = self._cached.get(digest)
-            if block is None:
+            blocks = self._cached.get(digest)
+            if blocks is None:
                 break
-            found.append(block)
+            found.append(next(iter(blocks)))
         return found
+
+    def cached(self) -> dict[bytes, int]:
+        """What the prefix cache holds: hash -> in how many blocks."""
+        return {digest: len(blocks) for digest, blocks in self._cached.items()}
 
     def hold(self, blocks: Iterable[int]) -> None:
         """One more user for each."""
@@ -116,13 +123,16 @@ class BlockPool:
             digest = self._hash[block]
             if digest is not None:
                 self._hash[block] = None
-                del self._cached[digest]
+                others = self._cached[digest]
+                del others[block]
+                if not others:
+                    del self._cached[digest]
                 removed.append(digest)
             self._users[block] = 1
             self.kv[block] = UNREADABLE
             taken.append(block)
-        if removed:
-            self._emit(Removed(tuple(removed)))
+        for digest in removed:
+            self._emit(Removed((digest,)))
         return taken
 
     def drop(self, blocks: Sequence[int]) -> None:
@@ -135,17 +145,14 @@ class BlockPool:
                     self._free.move_to_end(block, last=False)
 
     def register(self, blocks: Sequence[int], stored: Stored) -> None:
-        """Full blocks of a request enter the prefix cache, unless their content already is there in another block."""
+        """Full blocks of a request enter the prefix cache, also where their content is there in other blocks."""
         if not self.caching:
             return
-        fresh = False
         for block, digest in zip(blocks, stored.hashes, strict=True):
-            if self._hash[block] is None and digest not in self._cached:
+            if self._hash[block] is None:
                 self._hash[block] = digest
-                self._cached[digest] = block
-                fresh = True
-        if fresh:
-            self._emit(stored)
+                self._cached.setdefault(digest, {})[block] = None
+        self._emit(stored)
 
     def state(self, blocks: Sequence[int], num_tokens: int, adapter: str = "") -> bytes:
         """The state that attention over these blocks sees: the prompt's own if they hold the prompt, another one if not."""

@@ -34,7 +34,7 @@ def as_map(event: CacheEvent, block_size: int, adapter_ids: dict[str, int]) -> d
             "token_ids": list(event.token_ids),
             "block_size": block_size,
             "lora_id": adapter_ids.get(event.adapter),
-            "medium": "GPU",
+            "medium": event.medium,
             "lora_name": event.adapter or None,
             "extra_keys": [None if keys is None else list(keys) for keys in event.extra_keys],
             "group_idx": 0,
@@ -44,10 +44,15 @@ def as_map(event: CacheEvent, block_size: int, adapter_ids: dict[str, int]) -> d
         return {
             "type": "BlockRemoved",
             "block_hashes": [wire_hash(digest) for digest in event.hashes],
-            "medium": "GPU",
+            "medium": event.medium,
             "group_idx": 0,
         }
     return {"type": "AllBlocksCleared"}
+
+
+def as_array(event: dict[str, Any]) -> list[Any]:
+    """The form that versions of vLLM before 0.24 sent: the kind, then the fields in their order."""
+    return list(event.values())
 
 
 class Publisher:
@@ -68,6 +73,10 @@ class Publisher:
         self._task: asyncio.Task[None] | None = None
         self._pending: list[CacheEvent] = []
         self._sequence = 0
+        self.legacy = False
+        """Events are arrays."""
+        self._lost = 0
+        self._forgotten = False
         self._buffer: deque[tuple[int, bytes]] = deque(maxlen=_BUFFERED_BATCHES)
         if replay_endpoint:
             self._replay = zmq.asyncio.Context.shadow(self._context.underlying).socket(zmq.ROUTER)
@@ -84,10 +93,20 @@ class Publisher:
             return
         events, self._pending = self._pending, []
         maps = [as_map(event, self._block_size, self._adapter_ids) for event in events]
-        payload = _encode([time.time(), maps, 0])
+        payload = _encode([time.time(), [as_array(each) for each in maps] if self.legacy else maps, 0])
         number, self._sequence = self._sequence, self._sequence + 1
-        self._buffer.append((number, payload))
-        self._publish.send_multipart((self._topic, number.to_bytes(8, "big"), payload))
+        if not self._lost or not self._forgotten:
+            self._buffer.append((number, payload))
+        if self._lost:
+            self._lost -= 1
+        else:
+            self._publish.send_multipart((self._topic, number.to_bytes(8, "big"), payload))
+
+    def lose(self, batches: int, *, forgotten: bool = False) -> None:
+        """The next ``batches`` are lost on their way. ``forgotten``: they cannot be replayed, nor what was before them."""
+        self._lost, self._forgotten = batches, forgotten
+        if forgotten:
+            self._buffer.clear()
 
     def batches(self) -> tuple[tuple[int, bytes], ...]:
         """What a replay can give, oldest first."""

@@ -1,0 +1,124 @@
+"""Where a worker publishes its KV events: a label of it, the configuration, or what it says itself."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import aiohttp
+import msgspec
+
+from extproc import bounded
+from extproc.config import Address
+from extproc.observe.kv_events.settings import EventPorts, KvEvents
+from extproc.routing.pool import Endpoint, Role
+from extproc.tls.reasons import described
+from extproc.tls.workers import WorkerLink
+
+LABEL = "kv-events"
+"""Of a worker: `5557` or `5557/5657`."""
+
+_PATH = "/kv_event_sources"
+_MAX_BYTES = 1 << 16
+_MOST_RANKS = 1024
+
+
+class Publisher(NamedTuple):
+    """One publisher, as ZMQ addresses."""
+
+    rank: int
+    events: str
+    replay: str | None
+    topic: str
+
+
+class NoPublisherError(Exception):
+    """The worker has none that can be reached; the message says why."""
+
+
+class _Told(msgspec.Struct):
+    """Of one rank. vLLM says more."""
+
+    endpoint: str
+    replay_endpoint: str | None = None
+    topic: str = ""
+    enable_kv_cache_events: bool = True
+    publisher: str = "zmq"
+
+
+_decoder = msgspec.json.Decoder(dict[str, _Told])
+
+
+def by_settings(settings: KvEvents, endpoint: Endpoint) -> list[Publisher] | None:
+    """What is known without asking; None: the worker has to be asked. Raises NoPublisherError."""
+    label = endpoint.labels.get(LABEL)
+    if label is not None:
+        ports = _labelled(label)
+    elif settings.find == "ask":
+        return None
+    else:
+        found = settings.ports.get("decode" if Role.DECODE in endpoint.roles else "prefill")
+        if found is None:
+            raise NoPublisherError("kv_events.ports has nothing for its role")
+        ports = found
+    host = _host(endpoint.address)
+    return [
+        Publisher(
+            rank,
+            f"tcp://{host}:{ports.port + rank}",
+            None if ports.replay_port is None else f"tcp://{host}:{ports.replay_port + rank}",
+            settings.topic,
+        )
+        for rank in range(settings.ranks)
+    ]
+
+
+async def ask(session: aiohttp.ClientSession, link: WorkerLink, headers: Any, address: str) -> list[Publisher]:
+    """What the worker says. Raises NoPublisherError."""
+    try:
+        async with session.get(link.url(address, _PATH), headers=headers, **link.how) as response:
+            if response.status != 200:
+                raise NoPublisherError(f"{_PATH}: status {response.status}")
+            return told(address, await bounded.read(response, _MAX_BYTES))
+    except (aiohttp.ClientError, TimeoutError, OSError, bounded.TooLargeError) as error:
+        raise NoPublisherError(f"{_PATH}: {described(error)}") from None
+
+
+def told(address: str, body: bytes) -> list[Publisher]:
+    """The answer to ``/kv_event_sources`` of the worker at ``address``. Raises NoPublisherError.
+
+    Of each ZMQ address only the port counts: a worker must not send us to another host, and behind `*` there is none.
+    """
+    try:
+        ranks = _decoder.decode(body)
+        found = []
+        for rank, each in ranks.items():
+            if not each.enable_kv_cache_events or each.publisher != "zmq":
+                continue
+            if not rank.isascii() or not rank.isdigit() or int(rank) >= _MOST_RANKS:
+                raise NoPublisherError(f"{_PATH}: a rank {rank[:20]!r}")
+            replay = None if each.replay_endpoint is None else _reached(address, each.replay_endpoint)
+            found.append(Publisher(int(rank), _reached(address, each.endpoint), replay, each.topic))
+    except msgspec.DecodeError as error:
+        raise NoPublisherError(f"{_PATH}: {error}") from None
+    if not found:
+        raise NoPublisherError("it publishes no events")
+    return found
+
+
+def _reached(address: str, bound: str) -> str:
+    scheme, _, rest = bound.partition("://")
+    port = rest.rpartition(":")[2]
+    if scheme != "tcp" or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
+        raise NoPublisherError(f"{_PATH}: {bound[:80]!r} cannot be reached from here")
+    return f"tcp://{_host(address)}:{int(port)}"
+
+
+def _host(address: str) -> str:
+    return Address.parse(address).host  # with the brackets of IPv6
+
+
+def _labelled(label: str) -> EventPorts:
+    ports = label.split("/")
+    if len(ports) > 2 or not all(port.isascii() and port.isdigit() and 0 < int(port) < 65536 for port in ports):
+        raise NoPublisherError(f"label {LABEL}: {label[:40]!r} is neither a port nor two with a slash between them")
+    return EventPorts(port=int(ports[0]), replay_port=int(ports[1]) if len(ports) == 2 else None)
