@@ -2,6 +2,9 @@
 
 ``python -m bench.decision``. Prompts of 1,000 tokens, two thirds of which were sent before; eight of them are in flight. A line
 is one kind of policy: processor time of submit() and note(), and of the whole cycle with the prefill's reply and the end.
+
+The second table is what it costs to ask what workers say they hold (``kv_events``): a lookup for one prompt, of which every
+worker holds another share by its own events, in blocks of 16 tokens. ``--lookup-only`` leaves the first table out.
 """
 
 from __future__ import annotations
@@ -25,18 +28,24 @@ from extproc.models import Names
 from extproc.observe.logs import make_logger
 from extproc.observe.metrics import Metrics
 from extproc.routing.endpoint_spec import EndpointSet, EndpointSpec
+from extproc.routing.holdings import Holdings
 from extproc.routing.job import Aims, Job, Mode
 from extproc.routing.pool import Pool
 from extproc.routing.prefix import Chain
 from extproc.routing.router import Router
 from extproc.routing.settings import Routing
 from extproc.routing.ticket import Ticket
+from extproc.routing.token_chain import TokenChain
 
 _TOKENS, _BLOCK_TOKENS = 1_000, 64
 _KNOWN_BLOCKS = 10
 _CONVERSATIONS = 40
 _IN_FLIGHT = 8
 _REPEATS = 7
+_ENGINE_BLOCK_TOKENS = 16
+_LOOKUPS = 30
+BUDGET_TOKENS, BUDGET_WORKERS, BUDGET_US = 128_000, 64, 2_000
+"""Asking so many workers about a prompt of so many tokens takes no longer."""
 _PREFILL_S, _PAUSE_S = 0.05, 0.5
 """How long a prefill takes, and until the next prompt comes then, on the router's clock: nobody has to wait."""
 
@@ -75,17 +84,78 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--rounds", type=int, default=1_000, help="decisions a median (default: %(default)s)")
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="of each role (default: %(default)s)")
+    parser.add_argument("--lookup-only", action="store_true", help="only what asking workers' own words costs")
     given = parser.parse_args(arguments)
     for name in ("rounds", "workers"):
         if getattr(given, name) < 1:
             parser.error(f"--{name}: {getattr(given, name)} is not at least 1")
-    table = Table("policy", "submit, note", "with prefill done, finish", title=f"{given.workers} + {given.workers} workers, µs")
-    with Console(stderr=True).status("deciding"):
-        for name, aims in POLICIES.items():
-            found = measure(aims, given.workers, given.rounds)
-            table.add_row(name, f"{found.submit_us:.1f}", f"{found.cycle_us:.1f}")
+    if not given.lookup_only:
+        table = Table(
+            "policy", "submit, note", "with prefill done, finish", title=f"{given.workers} + {given.workers} workers, µs"
+        )
+        with Console(stderr=True).status("deciding"):
+            for name, aims in POLICIES.items():
+                found = measure(aims, given.workers, given.rounds)
+                table.add_row(name, f"{found.submit_us:.1f}", f"{found.cycle_us:.1f}")
+        Console().print(table)
+    table = Table("prompt tokens", "workers", "predicted", "their own words", "first time", title="who holds what, µs a prompt")
+    missed = False
+    with Console(stderr=True).status("asking"):
+        for tokens in (1_000, 16_000, BUDGET_TOKENS):
+            for workers in (8, BUDGET_WORKERS):
+                lookup = measure_lookup(tokens, workers)
+                row = (lookup.predicted_us, lookup.told_us, lookup.first_us)
+                table.add_row(f"{tokens:,}", str(workers), *(f"{each:,.0f}" for each in row))
+                missed |= tokens == BUDGET_TOKENS and lookup.told_us > BUDGET_US
     Console().print(table)
-    return 0
+    if missed:
+        Console(stderr=True).print(f"more than {BUDGET_US:,} µs for {BUDGET_TOKENS:,} tokens", style="red")
+    return int(missed)
+
+
+class Lookup(NamedTuple):
+    """Microseconds of finding out who holds a prompt, the least of several."""
+
+    predicted_us: float
+    """By the index over text alone."""
+    told_us: float
+    """By what workers say, beside that."""
+    first_us: float
+    """The same with the keys of the prompt's blocks, which are made once a prompt, and off the event loop."""
+
+
+def measure_lookup(tokens: int, workers: int) -> Lookup:
+    """One prompt in a pool of so many workers, half of them of each role."""
+    clock, chance = time.perf_counter, random.Random(3)  # noqa: S311 (a benchmark)
+    ids = array("I", (chance.randrange(150_000) for _ in range(tokens)))
+    text = Chain(array("Q", (chance.getrandbits(64) for _ in range(tokens // _BLOCK_TOKENS))), float(_BLOCK_TOKENS))
+    count = max(1, workers // 2)
+    pool = pool_of(count)
+    holdings = Holdings(workers * (tokens // _ENGINE_BLOCK_TOKENS) + 1_000)
+    keys = TokenChain(ids).keys(_ENGINE_BLOCK_TOKENS)
+    routers = {"predicted": Router(pool, Routing()), "told": Router(pool, Routing(), holdings=holdings)}
+    for number, endpoint in enumerate(pool.endpoints):
+        blocks = max(1, len(keys) * (number + 1) // workers)
+        source = holdings.source(endpoint.address)
+        source.cleared()
+        source.stored(list(keys[:blocks]), None, ids[: blocks * _ENGINE_BLOCK_TOKENS], _ENGINE_BLOCK_TOKENS)
+        for router in routers.values():
+            router.index.insert(endpoint.address, text, max(1, len(text.hashes) * (number + 1) // workers))
+
+    def took_us(router: Router, chain: TokenChain | None) -> float:
+        job = Job(model=None, chain=text, token_chain=chain, tokens=tokens, aims=Aims(), arrived_s=0.0, deadline_s=0.0)
+        began = clock()
+        router.scales.hits(Ticket(job))
+        return (clock() - began) * 1e6
+
+    known = TokenChain(ids)
+    known.keys(_ENGINE_BLOCK_TOKENS)
+    rounds = range(_LOOKUPS)
+    return Lookup(
+        min(took_us(routers["predicted"], None) for _ in rounds),
+        min(took_us(routers["told"], known) for _ in rounds),
+        min(took_us(routers["told"], TokenChain(ids)) for _ in rounds),
+    )
 
 
 def measure(aims: Aims, workers: int, rounds: int) -> Cost:
@@ -128,6 +198,19 @@ def one(dispatcher: Dispatcher, jobs: list[Job], now: Clock) -> Cost:
 
 def dispatcher_of(workers: int, clock: Callable[[], float]) -> Dispatcher:
     """With so many workers of each role, all of them live."""
+    config = Config(workers=Workers(prefill=["10.0.0.1:8000"], decode=["10.1.0.1:8000"]))
+    return Dispatcher(
+        Router(pool_of(workers), Routing()),
+        names=Names(config.models),
+        metrics=Metrics(),
+        log=make_logger("critical"),
+        longest_request_s=86_400.0,
+        clock=clock,
+    )
+
+
+def pool_of(workers: int) -> Pool:
+    """The same without anything around them."""
 
     def specs(network: int) -> tuple[EndpointSpec, ...]:
         return tuple(EndpointSpec(address=f"10.{network}.0.{number + 1}:8000") for number in range(workers))
@@ -135,15 +218,7 @@ def dispatcher_of(workers: int, clock: Callable[[], float]) -> Dispatcher:
     pool = Pool(EndpointSet(prefill=specs(0), decode=specs(1)))
     for endpoint in pool.endpoints:
         pool.set_live(endpoint, True)
-    config = Config(workers=Workers(prefill=["10.0.0.1:8000"], decode=["10.1.0.1:8000"]))
-    return Dispatcher(
-        Router(pool, Routing()),
-        names=Names(config.models),
-        metrics=Metrics(),
-        log=make_logger("critical"),
-        longest_request_s=86_400.0,
-        clock=clock,
-    )
+    return pool
 
 
 def jobs_of(aims: Aims) -> Iterator[Job]:

@@ -624,7 +624,8 @@ class Router:
         known.under_way.answered(ticket.prefill_sent, now_s)
         below = None if hits is None else hits.below.get(prefill.address)
         chain, stores = job.token_chain, known.stores
-        if cached_tokens is not None:
+        # Of a prompt whose beginning alone is known, more may be found than could be expected.
+        if cached_tokens is not None and (job.token_chain_whole or cached_tokens < expected):
             source = hits.source(prefill.address) if hits is not None else "predicted"
             ticket.check = Check(source, job.tokens, expected, cached_tokens)
             known.truth.note(prefill.address, ticket.check)

@@ -51,18 +51,28 @@ class Known:
             return predicted
         holdings = self.holdings
         in_step, most = holdings.in_step, job.tokens - 1
-        tokens = {address: count for address, count in predicted.tokens.items() if not in_step(address)}
-        below: dict[str, Below] = {}
         sources: dict[str, Source] = {address: "events" for address in holdings.addresses() if in_step(address)}
+        tokens = {address: count for address, count in predicted.tokens.items() if address not in sources}
+        below: dict[str, Below] = {}
+        sizes = holdings.block_sizes()
+        # Of a prompt the last token is always computed, and only full blocks are cached.
+        last = chain.tokens - job.token_chain_whole
+        usable = min(last // sizes[0] * sizes[0], most) if len(sizes) == 1 else None
         for address, held in holdings.lookup(chain).items():
-            count = min(held.tokens, _usable(chain, holdings.block_tokens(address)), most)
-            if count <= tokens.get(address, 0) and address not in sources:
-                continue
-            tokens[address], sources[address] = count, "events"
-            if held.gpu < count:
+            gpu, cpu, disk, lmcache, _ = held
+            count = gpu + cpu + disk + lmcache
+            limit = usable if usable is not None else self._usable(address, last, most)
+            if count > limit:
+                count = limit
+            if address not in sources:
+                if count <= tokens.get(address, 0):
+                    continue
+                sources[address] = "events"
+            tokens[address] = count
+            if gpu < count:
                 below[address] = self._below(job, address, held, count)
         for address, sent in self.under_way.lookup(chain, tokens, now_s):
-            count = min(sent, _usable(chain, holdings.block_tokens(address)), most)
+            count = min(sent, usable if usable is not None else self._usable(address, last, most))
             if count > tokens.get(address, 0):
                 tokens[address], sources[address] = count, "placed"
                 below.pop(address, None)  # it is computed or loaded by the time that this prompt comes
@@ -71,6 +81,11 @@ class Known:
         if len(tokens) > _FEW:
             tokens = dict(sorted(tokens.items(), key=lambda each: -each[1]))
         return Hits(tokens, below or NOTHING_BELOW, sources)
+
+    def _usable(self, address: str, last: int, most: int) -> int:
+        """Tokens of full blocks of a worker."""
+        size = self.holdings.block_tokens(address) or 1
+        return min(last // size * size, most)
 
     def _below(self, job: Job, address: str, held: Held, count: int) -> Below:
         """Of ``held`` the first ``count`` tokens, without those on the GPU."""
@@ -107,9 +122,3 @@ class Known:
             before = below.get(address, Below())
             tokens[address], sources[address] = count, "cache_server"
             below[address] = self._costs.loading(job, address, before.cpu, before.disk, before.lmcache + count - own)
-
-
-def _usable(chain: TokenChain, block_tokens: int | None) -> int:
-    """Of a prompt the last token is always computed, and only full blocks are cached."""
-    size = block_tokens or 1
-    return (chain.tokens - 1) // size * size
