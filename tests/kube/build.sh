@@ -1,6 +1,6 @@
 #!/bin/sh
 # Builds kube-apiserver from Debian's source package, with Debian's Go, and takes etcd from its package; nothing is installed.
-# Usage: sh tests/kube/build.sh FOLDER. FOLDER gets etcd and kube-apiserver. About ten minutes on two cores, 4 GB of disk meanwhile.
+# Usage: sh tests/kube/build.sh FOLDER. FOLDER gets etcd and kube-apiserver. Five to ten minutes on two cores, 4 GB of disk meanwhile.
 set -eu
 
 folder=$(mkdir -p "$1" && cd "$1" && pwd)
