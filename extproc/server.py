@@ -14,6 +14,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from extproc import __version__, admin, memory, wire
 from extproc.attempts import Prefiller
+from extproc.cache_directory import CacheDirectory
 from extproc.config import Address, Config, ConfigError
 from extproc.debug import Debug
 from extproc.discovery.source import SourceError
@@ -56,8 +57,11 @@ from extproc.routing.endpoint_spec import EndpointSet
 from extproc.routing.holdings import Holdings
 from extproc.routing.pool import Pool
 from extproc.routing.router import Router
+from extproc.routing.stores import Stores
 from extproc.tls.files import FileFollower, Followed
 from extproc.tls.workers import WorkerLink
+from extproc.tokens.source import TokenSource
+from extproc.tokens.tokenizer import FolderError
 from extproc.transport.call import Server as GrpcServer
 from extproc.transport.choose import make_server
 from extproc.warm_call import Meeting
@@ -117,6 +121,7 @@ class Server:
         self._health_port = HealthPort(epp, config.transport) if epp.enabled and epp.health_listen is not None else None
         self._ring: KeyRing | None = None
         self._observer = Observer(config, self._metrics, log)
+        self._tokens: TokenSource | None = None
         self._accepting = False
         """The gRPC server takes requests."""
         self._draining = False
@@ -136,7 +141,7 @@ class Server:
         bytes_per_token = BytesPerToken()
         intake = Intake(config, bytes_per_token)
         holdings = Holdings(config.kv_events.max_blocks) if config.kv_events.enabled else None
-        router = Router(self._pool, routing_of(config), holdings=holdings)
+        router = Router(self._pool, routing_of(config), holdings=holdings, stores=_stores(config))
         dispatcher = Dispatcher(
             router,
             names=intake.names,
@@ -187,7 +192,15 @@ class Server:
         tracing = self._open_tracing()
         if tracing is not None:
             secrets.follow(*tracing.followed)
-        async with PrefillClient(config.prefill, link, self._pool.pool_at) as client, releaser, meeting:
+        tokens = await self._open_tokens(router, intake, own_headers, link)
+        asks = config.cache_store.enabled and config.cache_store.directory is not None
+        directory = CacheDirectory(config.cache_store, self._metrics, self._log) if asks else None
+        async with (
+            PrefillClient(config.prefill, link, self._pool.pool_at) as client,
+            releaser,
+            meeting,
+            directory or nullcontext(),
+        ):
             prefiller = Prefiller(
                 client=client,
                 dispatcher=dispatcher,
@@ -217,6 +230,8 @@ class Server:
                     request_log=self._request_log,
                     credentials=own_headers if config.workers.replace_credentials else None,
                     tracing=tracing,
+                    directory=directory,
+                    tokens=tokens,
                     routes=RouteHeaders(model=config.routes.asks_for_model, pools=config.names_pools),
                 )
             )
@@ -281,6 +296,8 @@ class Server:
                     await self._health_port.stop()
                 if tracing is not None:
                     await tracing.close(self._log)
+                if tokens is not None:
+                    await tokens.close()
         self._log.info("stopped")
 
     # -- one of several processes ------------------------------------------------------------------------------------------
@@ -337,6 +354,30 @@ class Server:
                     await asyncio.sleep(0.02)
 
     # -- parts -------------------------------------------------------------------------------------------------------------
+
+    async def _open_tokens(
+        self, router: Router, intake: Intake, own_headers: WorkerKey, link: WorkerLink
+    ) -> TokenSource | None:
+        """None: not wanted. Raises OSError where a tokenizer cannot be read."""
+        settings = self._config.tokens
+        if settings is None or self._config.routes.only:
+            return None
+        known = router.known
+        self._tokens = TokenSource(
+            settings,
+            pool=self._pool,
+            prompts=intake.prompts,
+            metrics=self._metrics,
+            log=self._log,
+            own_headers=own_headers,
+            link=link,
+            block_sizes=(lambda: ()) if known is None else known.holdings.block_sizes,
+        )
+        try:
+            await self._tokens.open()
+        except FolderError as error:
+            raise OSError(str(error)) from None
+        return self._tokens
 
     def _follow_secrets(self, key: WorkerKey, link: WorkerLink) -> FileFollower:
         """What reads keys and certificates again when they change."""
@@ -476,6 +517,7 @@ class Server:
             **self._fleet.status(),
             "secrets": self._secrets.status(),
             "cache_servers": self._cache_servers.status(),
+            **({} if self._tokens is None else {"tokens": self._tokens.status()}),
             **self._observer.status(),
             **({} if self._siblings is None else {self._siblings.shown_as: self._siblings.status()}),
         }
@@ -552,3 +594,11 @@ def run(config: Config, log: Logger, writer: LogWriter | None = None, member: Me
     take_over(log)
     memory.keep_freed()
     uvloop.run(main())
+
+
+def _stores(config: Config) -> Stores | None:
+    """What cache servers hold; None: it does not count."""
+    store = config.cache_store
+    if not store.enabled:
+        return None
+    return Stores(label=store.label, chunk_tokens=store.chunk_tokens, capacity_tokens=store.capacity_tokens)

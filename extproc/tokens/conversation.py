@@ -31,7 +31,11 @@ _SKIPPED_WITHOUT_TEXT: Final = ("text", "refusal")
 _PART_KEYS: Final = frozenset(("type", "text", "refusal", "thinking", "closed"))
 
 _MESSAGE_KEYS: Final = frozenset(
-    ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content", "task", "tools", "refusal")
+    (
+        *("role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content", "task", "tools"),
+        # of answers that clients send back as they were, and of which the engine shows nothing to the template
+        *("refusal", "annotations", "audio", "function_call"),
+    )
 )
 _CALL_KEYS: Final = frozenset(("id", "type", "function"))
 _FUNCTION_KEYS: Final = frozenset(("name", "arguments"))
@@ -137,7 +141,7 @@ def _flag(fields: Mapping[str, Any], name: str, default: bool) -> bool:
 def _message(given: Any, *, as_parts: bool) -> Message:
     if not isinstance(given, dict) or not isinstance(given.get("role"), str):
         raise CannotError("invalid")
-    if not _MESSAGE_KEYS.issuperset(given):
+    if any(key not in _MESSAGE_KEYS and value is not None for key, value in given.items()):
         raise CannotError("unknown_field")
     role = given["role"]
     content = given.get("content")
@@ -151,7 +155,7 @@ def _message(given: Any, *, as_parts: bool) -> Message:
         raise CannotError("invalid")
     if role == "system":
         parts = _without_billing(parts)
-    texts = [text for part in parts if (text := _text(part)) is not None]
+    texts = [text for part in parts if (text := _text(part, as_parts=as_parts)) is not None]
     spoken: Message = {
         "role": role,
         "content": [{"type": "text", "text": text} for text in texts] if as_parts else "\n".join(texts),
@@ -180,8 +184,8 @@ def _message(given: Any, *, as_parts: bool) -> Message:
     return spoken
 
 
-def _text(part: Any) -> str | None:
-    """Of one part of a content; None: it is left out."""
+def _text(part: Any, *, as_parts: bool) -> str | None:
+    """Of one part of a content; None: it is left out. In a string, nothing but its text is shown."""
     if isinstance(part, str):
         return part
     if not isinstance(part, dict):
@@ -189,7 +193,7 @@ def _text(part: Any) -> str | None:
     kind = part.get("type")
     if kind in MEDIA or not MEDIA.isdisjoint(part):
         raise CannotError("multimodal")
-    if kind not in _TEXTS or not _PART_KEYS.issuperset(part):
+    if kind not in _TEXTS or "uuid" in part or (as_parts and not _PART_KEYS.issuperset(part)):
         raise CannotError("unknown_field")
     text = part.get(_TEXTS[kind])
     if text is None and kind in _SKIPPED_WITHOUT_TEXT:

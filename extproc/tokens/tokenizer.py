@@ -120,13 +120,9 @@ class Tokenizer:
 
     def _around(self, backend: Any) -> tuple[list[int], list[int]]:
         """What stands before and behind every text that gets special tokens."""
-        if "add_bos_token" in self.config or "add_eos_token" in self.config or backend.post_processor is None:
-            return tuple(  # type: ignore[return-value]
-                [backend.token_to_id(self.special_tokens[name])]
-                if self.config.get(f"add_{name}") and name in self.special_tokens
-                else []
-                for name in ("bos_token", "eos_token")
-            )
+        # `add_bos_token` and `add_eos_token` of the configuration count for nothing where there is a tokenizer.json.
+        if backend.post_processor is None:
+            return [], []
         sample = "a"
         bare: list[int] = backend.encode(sample, add_special_tokens=False).ids
         whole: list[int] = backend.encode(sample, add_special_tokens=True).ids
