@@ -460,6 +460,7 @@ _MAX_CACHE_SERVERS = 256
 """Each is a label of its own in the metrics."""
 
 _SECTIONS = (
+    "cache_store",
     "prefill",
     "handoff",
     "health",
@@ -483,6 +484,43 @@ _MAY_BE_ZERO = (
     ("prefill", "retries"),
     ("tracing", "sample_ratio"),
 )
+
+
+class CacheStore(_Section, frozen=True, kw_only=True):
+    """What LMCache servers hold counts for the prefill workers that use them. Needs `kv_events.enabled` and `tokens`."""
+
+    enabled: bool = False
+    label: str | None = None
+    """Label of workers whose value names their server, as its `instance_id` does; a worker without it has none. null: all
+    prefill workers share one."""
+    chunk_tokens: int = 256
+    """`--chunk-size` of the servers."""
+    capacity_tokens: int = 2_000_000
+    """What one server holds, all tiers together. Beyond that what was stored longest ago is taken for evicted. Only where no
+    directory says better."""
+    directory: str | None = None
+    """`host:port` of `lmcache coordinator`, which knows what the servers hold if they report to it
+    (`--coordinator-event-reporting`). null: what our own prefills have stored counts."""
+    directory_timeout_s: float = 0.02
+    """A prompt waits no longer for its answer; then what our own prefills have stored counts."""
+    directory_max_tokens: int = 65_536
+    """Of a longer prompt only the beginning is asked for."""
+    world_size: int = 1
+    """Ranks that store a chunk together: `--tensor-parallel-size` of the prefill workers."""
+
+
+def _check_cache_store(config: Config) -> None:
+    """Raises ConfigError."""
+    store = config.cache_store
+    if not store.enabled:
+        return
+    for name, needed in (("kv_events.enabled", config.kv_events.enabled), ("tokens", config.tokens is not None)):
+        if not needed:
+            raise ConfigError(f"cache_store.enabled: needs {name}: servers hold tokens, which nobody knows without")
+    if store.capacity_tokens < store.chunk_tokens:
+        raise ConfigError("cache_store.capacity_tokens: less than cache_store.chunk_tokens, so nothing would be held")
+    if store.directory is not None and _address("cache_store.directory", store.directory).path:
+        raise ConfigError(f"cache_store.directory: {store.directory!r} is not host:port")
 
 
 class Config(_Section, frozen=True, kw_only=True):
@@ -519,6 +557,7 @@ class Config(_Section, frozen=True, kw_only=True):
     cache_servers: list[str] = []
     """`host:port` of the HTTP ports of the prefill workers' LMCache servers, to be watched: metrics and `/healthz` show them.
     No decision depends on it."""
+    cache_store: CacheStore = CacheStore()
     limits: Limits = Limits()
     drain: Drain = Drain()
     observe: Observe = Observe()
@@ -568,6 +607,7 @@ class Config(_Section, frozen=True, kw_only=True):
                 raise ConfigError(f"cache_servers[{index}]: {text!r} is not host:port")
         for fault in kv_event_faults(self.kv_events):
             raise ConfigError(f"kv_events.{fault}")
+        _check_cache_store(self)
         for section in _SECTIONS:
             values: dict[str, Any] = msgspec.structs.asdict(getattr(self, section))
             for name, value in values.items():

@@ -293,6 +293,8 @@ class Filter:
         if parts.tokens is not None:
             tokens = await parts.tokens.find(request, job.model or "", job.chain.hashes)
             job.token_chain, job.token_chain_whole = tokens.chain, tokens.whole
+            if parts.directory is not None and tokens.chain is not None:
+                job.stored_tokens = await parts.directory.lookup(tokens.chain, job.model or "")
         journey.tenant = parts.metrics.accounts.tenant(job.tenant, asked.resolved.policy.tenant_header)
         try:
             ticket = await journey.place(job)

@@ -17,6 +17,7 @@ import msgspec
 
 from extproc import served, wire
 from extproc.attempts import Prefiller
+from extproc.cache_directory import CacheDirectory
 from extproc.config import Config
 from extproc.dispatcher import Dispatcher
 from extproc.handoff import Connector
@@ -143,6 +144,8 @@ class Parts(msgspec.Struct, frozen=True):
     tracing: Tracing | None = None
     tokens: TokenSource | None = None
     """What knows the token ids of prompts, where that is wanted."""
+    directory: CacheDirectory | None = None
+    """What knows what cache servers hold, where there is one to ask."""
     routes: RouteHeaders = RouteHeaders()
     """What Envoy's routes go by."""
     clock: Callable[[], float] = time.monotonic

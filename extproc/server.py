@@ -199,7 +199,7 @@ class Server:
             PrefillClient(config.prefill, link, self._pool.pool_at) as client,
             releaser,
             meeting,
-            directory or nullcontext(),
+            directory or contextlib.nullcontext(),
         ):
             prefiller = Prefiller(
                 client=client,

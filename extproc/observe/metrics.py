@@ -178,6 +178,17 @@ class Metrics:
             ("endpoint",),
             watch="anything above 0",
         )
+        self.cache_directory = make.tally(
+            "baton_cache_directory",
+            "Questions to LMCache's directory: `hit`, `miss`, `known` (asked a second ago), `timeout`, `failed`, `left_alone` "
+            "(it failed several times in a row), `busy` (too many under way), `not_asked` (adapters and media)",
+            ("outcome",),
+            known=[(each,) for each in ("hit", "miss", "known", "timeout", "failed", "left_alone", "busy", "not_asked")],
+            watch="`timeout`, `failed` and `left_alone`: what our own prefills stored counts instead",
+        )
+        self.cache_directory_seconds = make.spread(
+            "baton_cache_directory_seconds", "How long prompts waited for its answers", bounds=_OWN_SECONDS
+        )
         self.prefix_blocks = make.gauge("baton_prefix_index_blocks", "Blocks in the prefix index")
         self.answers_served = make.tally(
             "baton_answers_served",

@@ -15,6 +15,9 @@ from extproc.routing.token_chain import TokenChain
 SHARED = ""
 """The one server of all workers, where none are told apart."""
 
+EVERYONE = "*"
+"""In what a directory says: every server, beside those that it names."""
+
 
 class Stores:
     """All servers, by name: that is the value of a label of the workers that share it."""

@@ -12,7 +12,7 @@ from extproc.routing.hits import NOTHING_BELOW, Below, Hits, Source
 from extproc.routing.holdings import Held, Holdings
 from extproc.routing.job import Job
 from extproc.routing.pool import Pool, Role
-from extproc.routing.stores import Stores
+from extproc.routing.stores import EVERYONE, Stores
 from extproc.routing.token_chain import TokenChain
 from extproc.routing.truth import Truth
 from extproc.routing.under_way import Sent, UnderWay
@@ -110,11 +110,14 @@ class Known:
         found = stores.lookup(chain, job.stored_tokens)
         if not found:
             return
+        everyone = found.get(EVERYONE, 0)
         for endpoint in self._pool.endpoints:
             if Role.PREFILL not in endpoint.roles:
                 continue
             server = stores.server_of(endpoint)
-            count = min(found.get(server, 0) if server is not None else 0, job.tokens - 1)
+            if server is None:
+                continue
+            count = min(found.get(server, everyone), job.tokens - 1)
             address = endpoint.address
             own = tokens.get(address, 0)
             if count <= own:

@@ -1,0 +1,161 @@
+"""LMCache's directory: what its answers mean, and that no prompt waits long for them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from array import array
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from extproc.cache_directory import CacheDirectory, _Answer, _Key, _Placement, leading_tokens
+from extproc.config import CacheStore, Config, ConfigError, Workers
+from extproc.observe.kv_events.settings import KvEvents
+from extproc.observe.logs import make_logger
+from extproc.observe.metrics import Metrics
+from extproc.routing.token_chain import TokenChain
+
+
+def at(*names: str, shared: bool = False) -> _Key:
+    return _Key([_Placement(name, shared) for name in names])
+
+
+NOWHERE = _Key()
+ANYWHERE = at("a", shared=True)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "keys", "found"),
+    [
+        (2, [at("a"), at("a", "b")], {"a": 512}),
+        (3, [at("a", "b"), at("a"), at("b")], {"a": 512, "b": 256}),
+        (2, [NOWHERE, at("a")], {}),
+        (3, [ANYWHERE, at("b"), ANYWHERE], {"*": 256, "b": 768}),
+        (2, [ANYWHERE, ANYWHERE], {"*": 512}),
+        (2, [at("a"), at("a"), at("a"), NOWHERE], {"a": 256}),  # two ranks
+        (0, [], {}),
+        (2, [at("a")], {}),  # contradicts itself
+    ],
+)
+def test_only_what_is_complete_from_the_beginning_counts(chunks: int, keys: list[_Key], found: dict[str, int]) -> None:
+    assert leading_tokens(_Answer(chunks, keys), 256, label="cache") == found
+
+
+def test_without_a_label_all_servers_count_as_one() -> None:
+    assert leading_tokens(_Answer(3, [at("a"), at("b"), NOWHERE]), 256, label=None) == {"": 512}
+
+
+class Coordinator:
+    """What the tests let it say."""
+
+    def __init__(self) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self.status = 200
+        self.hold = asyncio.Event()
+        self.hold.set()
+
+    async def lookup(self, request: web.Request) -> web.Response:
+        body = json.loads(await request.read())
+        self.asked.append(body)
+        await self.hold.wait()
+        chunks = len(body["token_ids"]) // 256
+        results = [{"key": {}, "placements": [{"instance_id": "a", "tier": "l1", "shared": False}], "token_ids": [1] * 256}]
+        return web.json_response({"chunks": chunks, "results": results * chunks}, status=self.status)
+
+
+class Clock:
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@asynccontextmanager
+async def directory(**settings: Any) -> AsyncIterator[tuple[CacheDirectory, Coordinator, Clock, Metrics]]:
+    coordinator, clock, metrics = Coordinator(), Clock(), Metrics()
+    app = web.Application(client_max_size=16 << 20)
+    app.router.add_post("/directory/lookup", coordinator.lookup)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    assert site._server is not None
+    port = site._server.sockets[0].getsockname()[1]  # type: ignore[attr-defined]
+    store = CacheStore(**{"enabled": True, "directory": f"127.0.0.1:{port}", "directory_timeout_s": 10.0, **settings})
+    try:
+        async with CacheDirectory(store, metrics, make_logger("critical"), clock=clock) as found:
+            yield found, coordinator, clock, metrics
+    finally:
+        coordinator.hold.set()
+        await runner.cleanup()
+
+
+def prompt(tokens: int = 1_000, first: int = 0, **more: Any) -> TokenChain:
+    return TokenChain(array("I", range(first, first + tokens)), **more)
+
+
+async def test_whole_chunks_are_asked_for_with_model_ranks_and_salt() -> None:
+    async with directory(world_size=2) as (found, coordinator, _, metrics):
+        assert await found.lookup(prompt(cache_salt="tenant"), "m") == {"": 768}
+        assert coordinator.asked == [
+            {"token_ids": list(range(768)), "model_name": "m", "world_size": 2, "cache_salt": "tenant"}
+        ]
+        assert metrics.cache_directory.value("hit") == 1
+
+
+async def test_an_answer_counts_for_a_second_and_of_a_long_prompt_the_beginning_is_asked_for() -> None:
+    async with directory(directory_max_tokens=600) as (found, coordinator, clock, metrics):
+        assert await found.lookup(prompt(), "m") == {"": 512}
+        assert await found.lookup(prompt(5_000), "m") == {"": 512}, "begins the same"
+        assert len(coordinator.asked) == 1
+        await found.lookup(prompt(), "another model")
+        assert len(coordinator.asked) == 2
+        clock.now_s += 1.1
+        await found.lookup(prompt(), "m")
+        assert len(coordinator.asked) == 3
+        assert metrics.cache_directory.value("known") == 1
+
+
+async def test_nobody_waits_longer_than_the_bound_and_a_slow_directory_is_left_alone() -> None:
+    async with directory(directory_timeout_s=0.01) as (found, coordinator, clock, metrics):
+        coordinator.hold.clear()
+        for number in range(5):
+            assert await found.lookup(prompt(first=number), "m") is None
+        assert metrics.cache_directory.value("timeout") == 5
+        assert await found.lookup(prompt(first=9), "m") is None
+        assert metrics.cache_directory.value("left_alone") == 1, "not asked at all"
+        coordinator.hold.set()
+        clock.now_s += 10.1
+        found._settings = CacheStore(enabled=True, directory=found._settings.directory, directory_timeout_s=10.0)
+        assert await found.lookup(prompt(first=10), "m") == {"": 768}
+
+
+async def test_what_is_no_answer_counts_as_none() -> None:
+    async with directory() as (found, coordinator, _, metrics):
+        coordinator.status = 500
+        assert await found.lookup(prompt(), "m") is None
+        assert metrics.cache_directory.value("failed") == 1
+
+
+async def test_adapters_and_short_prompts_are_not_asked_for() -> None:
+    async with directory() as (found, coordinator, _, metrics):
+        assert await found.lookup(prompt(lora="adapter"), "m") is None
+        assert await found.lookup(prompt(200), "m") == {}
+        assert coordinator.asked == []
+        assert metrics.cache_directory.value("not_asked") == 1
+
+
+@pytest.mark.parametrize(
+    ("field", "kv_events", "store"),
+    [
+        ("kv_events.enabled", KvEvents(), CacheStore(enabled=True)),
+        ("tokens", KvEvents(enabled=True), CacheStore(enabled=True)),
+    ],
+)
+def test_it_is_refused_without_what_makes_tokens_known(field: str, kv_events: KvEvents, store: CacheStore) -> None:
+    with pytest.raises(ConfigError, match=f"cache_store.enabled: needs {field}"):
+        Config(workers=Workers(prefill=["10.0.0.1:80"], decode=["10.0.0.2:80"]), kv_events=kv_events, cache_store=store)
