@@ -165,10 +165,12 @@ _COMMENTS: Mapping[str, str] = {
     "combined_validation_context": "Signed by these authorities, and for this name: nothing else is a worker, or the filter.",
     "clusters.extproc.transport_socket": "TLS to the filter. Without a validation context any certificate is taken.",
     "match.headers.x-baton-pool": (
-        "The filter names the pool of the worker that it has chosen, and has the routes matched again. What a client sends under "
-        "this name is gone before."
+        "The filter names the pool of the worker that it has chosen, and has the routes matched again. What a client sends "
+        "under this name is gone before."
     ),
-    "clusters.extproc.load_balancing_policy": "There are several filters, or processes of one: the one with the fewest open requests.",
+    "clusters.extproc.load_balancing_policy": (
+        "There are several filters, or processes of one: the one with the fewest open requests."
+    ),
     "clusters.extproc.outlier_detection": (
         "One that is gone is left out at the first connection that it refuses: the retry goes to another one."
     ),

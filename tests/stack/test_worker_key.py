@@ -89,7 +89,7 @@ async def test_without_the_key_nobody_is_ready_and_the_status_says_why(tmp_path:
 def test_a_file_that_holds_no_key_is_refused_by_name(tmp_path: Path) -> None:
     for raw in (b"two words", b"a\nb", b"\xff\xfe", b"x" * 20_000):
         (tmp_path / "key").write_bytes(raw)
-        with pytest.raises(OSError, match="key: (one key, printable and without spaces|over 16384 bytes)"):
+        with pytest.raises(OSError, match=r"key: (one key, printable and without spaces|over 16384 bytes)"):
             worker_key.headers(str(tmp_path / "key"))
     with pytest.raises(OSError, match="no-such-file"):
         worker_key.headers(str(tmp_path / "no-such-file"))
