@@ -8,12 +8,14 @@ import time
 import msgspec
 from aiohttp import web
 
+from extproc.cache_directory import CacheDirectory
 from extproc.dispatcher import REMEMBERED, Dispatcher
 from extproc.errors import ApiError
 from extproc.explain import Explainer, Question, Report, snapshot_of
 from extproc.observe.observer import Observer
 from extproc.prompt import BytesPerToken
 from extproc.routing.snapshot import INDEX_BLOCKS
+from extproc.tokens.source import TokenSource
 
 ENVELOPE_BYTES = 64 << 10
 """What a question may have beside the request's body: its path and headers."""
@@ -33,11 +35,16 @@ class Debug:
         observer: Observer,
         *,
         max_body_bytes: int,
+        tokens: TokenSource | None = None,
+        directory: CacheDirectory | None = None,
     ) -> None:
+        """``tokens`` and ``directory`` as requests have them."""
         self._dispatcher = dispatcher
         self._observer = observer
         self._explainer = explainer
         self._bytes_per_token = bytes_per_token
+        self._tokens = tokens
+        self._directory = directory
         self.max_bytes = max_body_bytes + ENVELOPE_BYTES
         """Of a question: the limit that the server must be made with."""
         self._one_at_a_time = asyncio.Lock()
@@ -99,6 +106,15 @@ class Debug:
         question = msgspec.json.decode(text, type=Question)
         # Parsing and hashing a long prompt takes a while.
         read = await asyncio.to_thread(self._explainer.read, question, self._bytes_per_token)
+        job = read.asked.job
+        if self._tokens is not None:
+            found = await self._tokens.find(read.asked.request, job.model or "", job.chain.hashes)
+            job.token_chain, job.token_chain_whole = found.chain, found.whole
+            if found.chain is not None:
+                if found.whole:
+                    job.tokens = max(found.chain.tokens, 1)
+                if self._directory is not None:
+                    job.stored_tokens = await self._directory.lookup(found.chain, job.model or "")
         return self._explainer.by_router(read, self._dispatcher.router, self._dispatcher.now_s())
 
 

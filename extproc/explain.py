@@ -7,6 +7,7 @@ works it out by itself, from what a filter knew (``GET /debug/snapshot``) and th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Literal
 
 import msgspec
 
@@ -27,6 +28,7 @@ from extproc.routing.snapshot import Snapshot, take
 
 _NO_MATCH = Policy()
 _MOST_MODELS = 1_000
+_NO_TOKENS = "workers say what they hold, but this prompt's token ids are not known: what counts as cached is predicted"
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,6 +65,8 @@ class PromptShown(msgspec.Struct, frozen=True, kw_only=True):
     """False: estimated from its bytes."""
     blocks: int
     """Of the prefix index."""
+    token_ids: Literal["whole", "beginning"] | None = None
+    """What is known of its token ids, by which it is compared with what workers say that they hold. null: nothing."""
 
 
 class ErrorShown(msgspec.Struct, frozen=True, kw_only=True):
@@ -155,7 +159,10 @@ class Explainer:
             timed = msgspec.structs.replace(job, arrived_s=now_s, deadline_s=now_s + job.deadline_s)
             return explain(router, timed, now_s)
 
-        return self._report(read, ask(read.asked.job), ask, list(router.pool.models()))
+        report = self._report(read, ask(read.asked.job), ask, list(router.pool.models()))
+        if router.known is not None and read.asked.job.token_chain is None:
+            return msgspec.structs.replace(report, notes=[*report.notes, _NO_TOKENS])
+        return report
 
     def by_snapshot(self, question: Question, saved: SavedSnapshot) -> Report:
         """What the router would have done that the snapshot is of. Raises ApiError, and ValueError for a bad snapshot."""
@@ -165,6 +172,8 @@ class Explainer:
         notes = list(report.notes)
         if saved.index is None:
             notes.append("the snapshot is without a prefix index: nothing counts as cached")
+        if any(endpoint.in_step is not None for endpoint in saved.endpoints):
+            notes.append("the snapshot is without what workers say they hold: what counts as cached is predicted")
         notes += [f"{count:,} entries are not in the snapshot: {what}" for what, count in saved.cut.items()]
         return msgspec.structs.replace(report, notes=notes)
 
@@ -208,7 +217,10 @@ class Explainer:
                 ignored_overrides=list(read.asked.resolved.ignored_overrides),
             ),
             prompt=PromptShown(
-                tokens=read.asked.job.tokens, exact=read.asked.prompt.exact, blocks=len(read.asked.prompt.chain.hashes)
+                tokens=job.tokens,
+                exact=read.asked.prompt.exact or (job.token_chain is not None and job.token_chain_whole),
+                blocks=len(read.asked.prompt.chain.hashes),
+                token_ids=None if job.token_chain is None else "whole" if job.token_chain_whole else "beginning",
             ),
             whole_reason=read.asked.whole_reason,
             decision=decision,

@@ -17,10 +17,13 @@ from extproc.config import Config
 from extproc.errors import ApiError
 from extproc.explain import Explainer, Question, Report, SavedSnapshot
 from extproc.routing.decision import Terms
+from extproc.routing.explain import Weighed
 
 _SHOWN_LEFT_OUT = 50
 
 _TERMS = tuple(name for name in Terms.__struct_fields__ if name.endswith("_s"))
+
+_LEGEND = "times in milliseconds; cached: tokens that the prefill/decode worker holds"
 
 _T = TypeVar("_T")
 
@@ -84,7 +87,7 @@ def as_table(report: Report) -> RenderableType:
     """For people: what would happen, what was weighed, who was left out."""
     parts: list[RenderableType] = [_head(report), ""]
     if report.decision.candidates:
-        parts += [_candidates(report), Text("times in milliseconds; cached: tokens that the prefill/decode worker holds"), ""]
+        parts += [_candidates(report), Text(_LEGEND), ""]
     if report.decision.left_out:
         parts += [_left_out(report), ""]
     hidden = report.decision.not_shown
@@ -144,6 +147,9 @@ def _candidates(report: Report) -> Table:
     for name in used:
         table.add_column(name.removesuffix("_s").replace("_", "\n"), justify="right", no_wrap=True)
     table.add_column("cached", justify="right", no_wrap=True)
+    asked = any(each.cached_by != "predicted" or each.below_tokens for each in candidates)
+    if asked:
+        table.add_column("says", no_wrap=True)
     table.add_column("cost", justify="right", no_wrap=True)
     table.add_column("why not")
     for each in candidates:
@@ -153,11 +159,18 @@ def _candidates(report: Report) -> Table:
             Text(each.decode),
             *(_ms(getattr(each.terms, name)) for name in used),
             f"{'-' if each.prefill is None else format(each.cached_prefill_tokens, ',')}/{each.cached_decode_tokens:,}",
+            *((_says(each),) if asked else ()),
             _ms(each.cost),
             Text("<- it" if best else each.why),
             style="bold" if best else None,
         )
     return table
+
+
+def _says(candidate: Weighed) -> str:
+    """Who says that so much is cached where it would be computed, and what of it must be loaded."""
+    below = (f"{tokens:,} in {tier}" for tier, tokens in candidate.below_tokens.items())
+    return ", ".join((candidate.cached_by.replace("_", " "), *below))
 
 
 def _ms(seconds: float) -> str:

@@ -303,6 +303,8 @@ def _decision(at: float, request_id: str, decision: Decision) -> doc.DecisionNow
         decode=decision.decode,
         prompt_tokens=decision.prompt_tokens,
         cached_tokens=decision.cached_tokens,
+        cached_by=decision.cached_by,
+        below_tokens=decision.below_tokens,
         queued_ms=round(decision.queued_s * 1e3, 1),
         ttft_ms=round(decision.terms.ttft_s * 1e3, 2),
         candidates=[

@@ -197,7 +197,7 @@ class CandidateNow(msgspec.Struct, kw_only=True, gc=False):
     cost: float
     """What the objective makes of the terms, mostly seconds; the least wins."""
     terms_ms: dict[str, float]
-    """Milliseconds, those that are not 0: `queue_prefill`, `prefill`, `transfer`, `handshake`, `overhead`, `penalty`,
+    """Milliseconds, those that are not 0: `queue_prefill`, `prefill`, `load`, `transfer`, `handshake`, `overhead`, `penalty`,
     `queue_decode`, `generation`, `stall`, `hold`."""
     cached_prefill_tokens: int
     """Of the prompt, expected in the cache of the prefill worker."""
@@ -227,7 +227,11 @@ class DecisionNow(msgspec.Struct, kw_only=True, gc=False):
     prompt_tokens: int
     """Of the prompt, counted or estimated."""
     cached_tokens: int
-    """Of the prompt, expected in the cache of the worker that computes it."""
+    """Of the prompt, expected in the caches of the worker that computes it."""
+    cached_by: str
+    """Who says so: `events` of that worker, `placed` (it was sent there a moment ago), `cache_server`, or `predicted`."""
+    below_tokens: dict[str, int]
+    """Of these, what it has to load, by tier: `cpu`, `disk`, `lmcache`."""
     queued_ms: float
     """Time in our queue."""
     ttft_ms: float

@@ -254,7 +254,13 @@ class Server:
                     await self._workers_known()
             server = await self._start_grpc(filter_)
             debug = Debug(
-                dispatcher, Explainer(config), bytes_per_token, self._observer, max_body_bytes=config.limits.max_body_bytes
+                dispatcher,
+                Explainer(config),
+                bytes_per_token,
+                self._observer,
+                max_body_bytes=config.limits.max_body_bytes,
+                tokens=tokens,
+                directory=directory,
             )
             runner = await admin.start(
                 Address.parse(config.admin),

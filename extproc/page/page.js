@@ -557,6 +557,11 @@ function cachedShare(decision) {
   return decision.prompt_tokens ? decision.cached_tokens / decision.prompt_tokens : 0;
 }
 
+function cachedWords(decision) {
+  const below = Object.entries(decision.below_tokens).map(([tier, tokens]) => `, ${count(tokens)} in ${tier}`);
+  return `${count(decision.cached_tokens)} tokens, says: ${decision.cached_by.replaceAll("_", " ")}${below.join("")}`;
+}
+
 function same(one, other) {
   return one !== null && one.at === other.at && one.request_id === other.request_id;
 }
@@ -569,7 +574,7 @@ function row(decision) {
   make("span", { class: "to" }, ...workers(decision)),
   make("span", { class: "reason" }, `${decision.policy}, ${decision.reason.replaceAll("_", " ")}`),
   make("span", { class: "right tokens" }, count(decision.prompt_tokens)),
-  make("span", { class: "right tokens" }, percent(cachedShare(decision))),
+  make("span", { class: "right tokens", title: cachedWords(decision) }, percent(cachedShare(decision))),
   make("span", { class: "right tokens" }, `${milliseconds(decision.queued_ms)} ms`),
   make("span", { class: "right tokens" }, `${milliseconds(decision.ttft_ms)} ms`));
 }
@@ -612,7 +617,7 @@ function showDecision() {
       ? "The cheapest candidates are kept." : "No other candidate was kept: \"baton explain\" weighs a request against all workers."}`));
 }
 
-const TERMS = ["queue_prefill", "prefill", "transfer", "handshake", "overhead", "penalty", "queue_decode", "generation", "stall", "hold"];
+const TERMS = ["queue_prefill", "prefill", "load", "transfer", "handshake", "overhead", "penalty", "queue_decode", "generation", "stall", "hold"];
 
 function costTable(decision) {
   const used = TERMS.filter((name) => decision.candidates.some((each) => (each.terms_ms[name] ?? 0) >= 0.05));
