@@ -13,6 +13,7 @@ _SAME_S = 1e-6
 _WORDS = {
     "queue_prefill_s": "waits {} longer for the prefill worker",
     "prefill_s": "computes the prompt {} longer",
+    "load_s": "loads what it holds for {}: it is not in its GPU's memory",
     "transfer_s": "the transfer takes {} longer",
     "handshake_s": "the two had never met: a handshake takes {}",
     "overhead_s": "a handoff takes {} by itself",
