@@ -43,7 +43,8 @@ class Promise(msgspec.Struct, gc=False):
         self.mode = "aggregate" if decision.prefill is None else "disaggregate"
         terms = decision.terms
         handoff_s = terms.transfer_s + terms.handshake_s + terms.overhead_s + terms.penalty_s
-        self.expected_s = (decision.queued_s, terms.queue_prefill_s, terms.prefill_s, handoff_s, terms.queue_decode_s)
+        prefill_s = terms.prefill_s + terms.load_s
+        self.expected_s = (decision.queued_s, terms.queue_prefill_s, prefill_s, handoff_s, terms.queue_decode_s)
 
     def kept(self, line: Line) -> Verdict | None:
         """None: there is no SLO, or nobody can tell: the answer is no stream, the error is the client's, the client left."""

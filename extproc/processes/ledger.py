@@ -587,7 +587,7 @@ class SharedLedger(Told):
                 another.release(fact.number, now_s)
             case facts.Learned():
                 if fact.hashes and pool.get(fact.address) is not None:
-                    router.holds(fact.address, fact.chain())
+                    router.holds(fact.address, fact.chain(), now_s)
             case facts.Prefilled():
                 endpoint = pool.get(fact.address)
                 if endpoint is not None:

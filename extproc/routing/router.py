@@ -550,11 +550,16 @@ class Router:
     def _learn(self, address: str, job: Job) -> None:
         if not job.chain.hashes:
             return
-        self.holds(address, job.chain)
+        self._holds(address, job.chain)
         self.told.learned(address, job.chain)
 
-    def holds(self, address: str, chain: Chain) -> None:
-        """A worker holds all blocks of a chain, which is not empty."""
+    def holds(self, address: str, chain: Chain, now_s: float) -> None:
+        """Another router placed a prompt, whose chain is not empty: the worker holds it, or is about to."""
+        if self.known is not None:
+            self.known.under_way.send_elsewhere(address, chain, now_s)
+        self._holds(address, chain)
+
+    def _holds(self, address: str, chain: Chain) -> None:
         self.index.insert(address, chain)
         for other in self._heads.get(chain.hashes[0], ()):
             hits, warmest = other.hits, other.warmest

@@ -71,7 +71,7 @@ class Known:
             tokens[address] = count
             if gpu < count:
                 below[address] = self._below(job, address, held, count)
-        for address, sent in self.under_way.lookup(chain, tokens, now_s):
+        for address, sent in self.under_way.lookup(chain, job.chain, tokens, now_s):
             count = min(sent, usable if usable is not None else self._usable(address, last, most))
             if count > tokens.get(address, 0):
                 tokens[address], sources[address] = count, "placed"

@@ -183,6 +183,17 @@ def test_a_prompt_that_waits_is_placed_by_what_is_held_then_not_by_what_was_held
     del other
 
 
+def test_what_another_router_placed_counts_until_the_events_of_it_must_have_come() -> None:
+    world, prompt = Told(pool_of(2, 1)), ids(1600)
+    other = world.ask(prompt, text="conversation")
+    world.router.holds("p1", other.chain, world.now_s)
+    found = world.router.scales.hits(Ticket(world.ask(prompt, text="conversation")))
+    assert (found.tokens, found.source("p1")) == ({"p1": 1584}, "placed")
+    assert world.hits(prompt, text="another conversation") == {}
+    world.now_s += 10.1
+    assert world.hits(prompt, text="conversation") == {}
+
+
 # -- tiers -----------------------------------------------------------------------------------------------------------------
 
 
