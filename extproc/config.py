@@ -490,6 +490,7 @@ class CacheStore(_Section, frozen=True, kw_only=True):
     """What LMCache servers hold counts for the prefill workers that use them. Needs `kv_events.enabled` and `tokens`."""
 
     enabled: bool = False
+    """Count it."""
     label: str | None = None
     """Label of workers whose value names their server, as its `instance_id` does; a worker without it has none. null: all
     prefill workers share one."""
