@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -37,14 +37,21 @@ def vllm_router_command(
     metrics_port: int,
     patience_s: int,
     options: Sequence[str] = (),
+    publishers: Mapping[str, str] | None = None,
 ) -> list[str]:
-    """What starts vllm-router for workers with a NixlConnector; ready when `/health` answers. Raises MissingPeerError."""
+    """What starts vllm-router for workers with a NixlConnector; ready when `/health` answers. Raises MissingPeerError.
+
+    ``publishers``: worker -> where it publishes KV events, for those that prefill. It wants blocks of 16 tokens then, and
+    `VLLM_ROUTER_TOKENIZER`, the folder of the model's tokenizer.
+    """
+    told = publishers or {}
+    heard = [part for each in prefill if each in told for part in ("--pd-kv-events", f"http://{each}={told[each]}")]
     return [
         *(peer(peers, "vllm-router"), "--host", _HOST, "--port", str(port)),
         *("--vllm-pd-disaggregation", "--kv-connector", "nixl"),
         *(part for address in prefill for part in ("--prefill", f"http://{address}")),
         *(part for address in decode for part in ("--decode", f"http://{address}")),
-        *("--policy", "cache_aware", "--decode-policy", "power_of_two"),
+        *("--policy", "kv_aware" if heard else "cache_aware", "--decode-policy", "power_of_two", *heard),
         *("--prometheus-host", _HOST, "--prometheus-port", str(metrics_port)),
         *("--queue-size", "100000", "--queue-timeout-secs", str(patience_s)),
         *("--request-timeout-secs", str(patience_s), "--worker-startup-check-interval", "1", "--log-level", "error"),

@@ -10,8 +10,8 @@ import asyncio
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import aiohttp
@@ -33,7 +33,7 @@ from extproc.config import ConfigError
 from extproc.replay import capacity
 from workers.ready import PartError
 from workers.sim.timing import Profile
-from workers.traces import Request, at_rate, load
+from workers.traces import BLOCK_TOKENS, Request, at_rate, load
 
 _PROGRESS_S = 15.0
 _LONE_TOKENS = 300
@@ -61,11 +61,50 @@ class Bench:
         """One line."""
         self.console.print(text, highlight=False, markup=False)
 
-    async def run(self, engines: Engines, directory: Path) -> None:
-        """All of it, in order."""
+    async def run(self, engines: Engines, directory: Path, traces: Sequence[str]) -> None:
+        """All of it on some traces, in order."""
         await self._lone_stream(engines)
-        for trace in self.options.traces:
+        for trace in traces:
             await self._trace(trace, engines, directory)
+
+    def batches(self) -> Iterator[tuple[EngineOptions, tuple[str, ...]]]:
+        """Engines, and the traces that they are for: all, or one whose working set their caches hold a share of."""
+        options = self.options
+        base = replace(
+            EngineOptions(),
+            speed=options.speed,
+            block_tokens=options.block_tokens,
+            cache_tokens=options.cache_tokens,
+            events=options.precise,
+        )
+        if options.cache_share is None:
+            yield base, options.traces
+            return
+        for trace in options.traces:
+            sent = self._requests(trace)[: round(options.requests * max(options.loads))]
+            working = BLOCK_TOKENS * len({block for each in sent for block in each.hash_ids})
+            longest = max(each.input_tokens + each.output_tokens for each in sent)
+            wanted = round(options.cache_share * working / base.prefill)
+            cache = -(-max(wanted, longest + options.block_tokens) // BLOCK_TOKENS) * BLOCK_TOKENS
+            self.say(
+                f"{trace}: the prompts of {len(sent)} requests are {working:,} different tokens, in blocks of {BLOCK_TOKENS}; "
+                f"each worker's cache holds {cache:,}, those of {base.prefill} prefill workers "
+                f"{base.prefill * cache / working:.1%} of that"
+                + (": the longest request must fit" if cache > wanted + BLOCK_TOKENS else "")
+            )
+            yield replace(base, cache_tokens=cache), (trace,)
+
+    def _requests(self, trace: str) -> list[Request]:
+        """Those of a trace that may be sent. Raises EngineError, OSError, ValueError."""
+        options = self.options
+        offset = TRACES[trace] if options.offset is None else options.offset
+        requests = load(options.path(trace), offset=offset)
+        if options.longest_tokens is not None:
+            requests = [each for each in requests if each.input_tokens <= options.longest_tokens]
+        needed = round(options.requests * (_FLOOD_LOAD + _MODEST_LOAD if options.tenants else max(1.0, *options.loads)))
+        if len(requests) < needed:
+            raise EngineError(f"{trace} has {len(requests)} requests from number {offset} on, and {needed} are needed")
+        return requests
 
     async def _lone_stream(self, engines: Engines) -> None:
         """The self-check of engines and load generator: one stream alone must have the profile's step time."""
@@ -76,7 +115,7 @@ class Bench:
             0.0, lambda: http_request(request, model=MODEL, host=address), request.input_tokens, request.output_tokens
         )
         host, _, port = address.partition(":")
-        outcome = (await replay([planned], host, int(port), speed=speed, timeout_s=120.0)).outcomes[0]
+        outcome = (await replay([planned], host, [int(port)], speed=speed, timeout_s=120.0)).outcomes[0]
         step_s = Profile().step_s(
             prefill_tokens=0, prefill_context_tokens=0, decodes=1, decode_context_tokens=_LONE_PROMPT_TOKENS + _LONE_TOKENS
         )
@@ -91,11 +130,7 @@ class Bench:
 
     async def _trace(self, trace: str, engines: Engines, directory: Path) -> None:
         options = self.options
-        offset = TRACES[trace] if options.offset is None else options.offset
-        requests = await asyncio.to_thread(partial(load, options.path(trace), offset=offset))
-        needed = round(options.requests * (_FLOOD_LOAD + _MODEST_LOAD if options.tenants else max(1.0, *options.loads)))
-        if len(requests) < needed:
-            raise EngineError(f"{trace} has {len(requests)} requests from number {offset} on, and {needed} are needed")
+        requests = await asyncio.to_thread(self._requests, trace)
         setup = twin_setup(engines.options)
         limit_per_s = await asyncio.to_thread(capacity, requests[: options.requests], setup)
         self.say(
@@ -107,7 +142,11 @@ class Bench:
             chosen = at_rate(requests[:count], share * limit_per_s)
             for name in options.policies_at(share):
                 result = await self._one(plan(chosen), name, engines, trace, share, directory)
-                if result is not None and options.twin and (found := await asyncio.to_thread(twin, name, chosen, setup)):
+                if (
+                    result is not None
+                    and options.twin
+                    and (found := await asyncio.to_thread(twin, name, chosen, setup, options.routers))
+                ):
                     self.twins.append((result, found))
         if options.tenants:
             share = _FLOOD_LOAD + _MODEST_LOAD
@@ -140,6 +179,7 @@ class Bench:
                 load=share,
                 directory=directory,
                 peers=self.options.peers,
+                routers=self.options.routers,
                 progress=progress,
             )
         except (PartError, EngineError, MissingPeerError, ConfigError, OSError, aiohttp.ClientError) as error:
@@ -156,6 +196,8 @@ class Bench:
             f"late (p99, real ms): {', '.join(f'{part} {ms:.1f}' for part, ms in late.items())}"
             + (": the machine did not keep up" if slow else "")
         )
+        if result.beliefs.prompt_tokens:
+            self.say(f"  {result.beliefs}")
         for tenant, own in result.by_tenant.items():
             self.say(
                 f"  tenant {tenant}: {own.requests} requests, goodput {own.goodput:.1%}, TTFT p50 {own.ttft_p50_s:.2f} s, "
@@ -172,12 +214,15 @@ class Bench:
     def end(self) -> None:
         """The table, the demands, the file."""
         if not self.results:
+            for failure in self.failures:
+                self.say(f"failed: {failure}")
             return
         self.console.print()
         self.console.print(report.table(self.results))
         tenants = report.tenant_verdicts(self.results, _MODEST, _MODEST_GOODPUT)
         demands = [
-            *(() if self.options.tenants else report.verdicts(self.results)),
+            *(() if self.options.tenants or self.options.precise else report.verdicts(self.results)),
+            *(report.precise_verdicts(self.results, self.twins) if self.options.precise else ()),
             *tenants,
             *report.twin_verdicts(self.twins),
         ]
@@ -207,15 +252,13 @@ def main(arguments: list[str]) -> int:
     bench = Bench(options, console)
     if options.realtime and not take(Priority.LOAD):
         bench.say("no real-time priority: whatever else runs here will show in the gaps between tokens")
-    engine_options = replace(
-        EngineOptions(), speed=options.speed, block_tokens=options.block_tokens, cache_tokens=options.cache_tokens
-    )
     status = 0
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         directory = Path(name)
         try:
-            with Engines(engine_options, directory) as engines:
-                uvloop.run(bench.run(engines, directory))
+            for engine_options, traces in bench.batches():
+                with Engines(engine_options, directory) as engines:
+                    uvloop.run(bench.run(engines, directory, traces))
         except KeyboardInterrupt:
             bench.say("\ninterrupted; what there is:")
             status = _INTERRUPTED

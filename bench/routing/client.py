@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import random
 import re
 import time
 from array import array
@@ -138,13 +139,14 @@ class Report:
 async def replay(
     planned: Sequence[Planned],
     host: str,
-    port: int,
+    ports: Sequence[int],
     *,
     speed: float,
     timeout_s: float,
     progress: Callable[[int, int, int], None] = lambda _sent, _done, _all: None,
 ) -> Report:
     """Send all of them, ``speed`` times faster than planned, and wait for all ends, at most ``timeout_s`` of real time each.
+    Which of several ports a request goes to is drawn, alike in every run.
 
     All times in the report are simulated seconds. What was cancelled half way reports what there is.
     """
@@ -158,7 +160,7 @@ async def replay(
     counts: Counter[str] = Counter()
     tasks: set[asyncio.Task[None]] = set()
 
-    async def one(plan: Planned, payload: bytes) -> None:
+    async def one(plan: Planned, payload: bytes, port: int) -> None:
         due_s = start_s + plan.at_s / speed
         done: asyncio.Future[None] = loop.create_future()
         exchange = Exchange(payload, done)
@@ -178,12 +180,13 @@ async def replay(
             errors.append(f"status {exchange.status}, {got} {problem} {exchange.detail}")
 
     sent = 0
+    drawn = random.Random(0)  # noqa: S311 (not a secret)
     try:
         for number, plan in enumerate(planned):
             payload, payloads[number] = payloads[number], b""
             await asyncio.sleep(max(0.0, start_s + plan.at_s / speed - _now_s()))
             late_s.append((_now_s() - start_s) * speed - plan.at_s)
-            task = asyncio.create_task(one(plan, payload))
+            task = asyncio.create_task(one(plan, payload, drawn.choice(ports)))
             tasks.add(task)
             task.add_done_callback(tasks.discard)
             sent += 1

@@ -40,6 +40,8 @@ class EngineOptions:
     cache_tokens: int = 2_500_000
     """KV cache of one worker."""
     max_model_len: int = 200_000
+    events: bool = False
+    """They publish KV events."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,8 @@ class Engines:
     def __init__(self, options: EngineOptions, directory: Path) -> None:
         self.options = options
         count = options.prefill + options.decode
-        self._ports = free_ports(count)
+        ports = free_ports(3 * count)
+        self._ports, self._event_ports, self._replay_ports = ports[:count], ports[count : 2 * count], ports[2 * count :]
         self.addresses = [f"127.0.0.1:{port}" for port in self._ports]
         self._directory = directory
         self.children: list[Child] = []
@@ -80,23 +83,33 @@ class Engines:
         """``host:port`` of the decode workers."""
         return self.addresses[self.options.prefill :]
 
+    @property
+    def publishers(self) -> dict[str, str]:
+        """Where each publishes KV events, by its address; empty where none does."""
+        if not self.options.events:
+            return {}
+        return {address: f"tcp://127.0.0.1:{port}" for address, port in zip(self.addresses, self._event_ports, strict=True)}
+
     def __enter__(self) -> Engines:
         options = self.options
         with ExitStack() as parts:
             parts.callback(self._stop)
             for index, port in enumerate(self._ports):
-                argv = (
+                argv: tuple[str, ...] = (
                     *(sys.executable, "-m", "workers.sim", "--port", str(port)),
                     *("--served-model-name", MODEL),
                     *("--speed", f"{options.speed:g}"),
                     *("--block-size", str(options.block_tokens)),
                     *("--num-blocks", str(options.cache_tokens // options.block_tokens + 1)),
-                    *("--max-model-len", str(options.max_model_len)),
+                    *("--max-model-len", str(min(options.max_model_len, options.cache_tokens))),
                     # The handshake of a pair happens once in an hour of service; in a run of minutes it would decide.
                     *("--handshake-s", "0"),
                     *("--kv-lease-duration-s", "120"),
                     "--enable-prompt-tokens-details",
                 )
+                if options.events:
+                    argv += ("--kv-events-port", str(self._event_ports[index]))
+                    argv += ("--kv-events-replay-port", str(self._replay_ports[index]))
                 name = f"engine-{index}"
                 with starting(Priority.PREFILL if index < options.prefill else Priority.DECODE):
                     self.children.append(Child(name, argv, log=self._directory / f"{name}.log", grace_s=2.0))

@@ -8,14 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.peers import default_peers
-from bench.routing.policies import CONTESTANTS
+from bench.routing.policies import CONTESTANTS, IN_PRECISE_MODE
 
 TRACES = {"conversation": 0, "synthetic": 3200}
 """Name -> how many requests are left out before the first. The start of the synthetic trace shares hardly anything: what its
 later requests share, 64 % of all blocks, is first seen there. At its end a short run finds as much again as in service."""
-_FULL = tuple(name for name in CONTESTANTS if name not in ("random", "least-load", "prefix"))
+_PREDICTING = tuple(name for name, each in CONTESTANTS.items() if not each.events)
+_FULL = tuple(name for name in _PREDICTING if name not in ("random", "least-load", "prefix"))
 _ONCE_LOAD = 0.9
 """Where the others run too, unless the policies are named: at every load they would add half an hour and tell little more."""
+_PRESSURE = 0.1
+_EVENT_BLOCK_TOKENS = 16
+"""vllm-router takes no other for prefill workers that publish events."""
 _TRACE_FOLDER = Path(__file__).parent.parent / "traces"
 _WHERE = "the files mooncake_*.jsonl.gz are FAST25-release/traces of the repository kvcache-ai/Mooncake on GitHub, gzipped"
 
@@ -38,7 +42,15 @@ class Options:
     """None: the trace's own."""
     speed: float
     cache_tokens: int
+    cache_share: float | None
+    """Of a run's working set, what all prefill caches hold together; None: ``cache_tokens`` it is."""
+    longest_tokens: int | None
+    """Requests with longer prompts are left out; None: none is."""
     block_tokens: int
+    precise: bool
+    """The engines publish KV events."""
+    routers: int
+    """So many of each contestant, which know nothing of each other, share the requests."""
     peers: Path
     tenants: bool
     twin: bool
@@ -47,7 +59,9 @@ class Options:
 
     def policies_at(self, load: float) -> tuple[str, ...]:
         """Which run at this load."""
-        return self.policies or (tuple(CONTESTANTS) if load == _ONCE_LOAD else _FULL)
+        if self.precise:
+            return self.policies or IN_PRECISE_MODE
+        return self.policies or (_PREDICTING if load == _ONCE_LOAD else _FULL)
 
     def path(self, trace: str) -> Path:
         """The file of a trace. Raises OptionsError."""
@@ -66,13 +80,28 @@ def parse(arguments: Sequence[str]) -> Options:
     parser.add_argument("--traces", default=",".join(TRACES), help="default: %(default)s")
     parser.add_argument("--traces-dir", type=Path, help="default: bench/traces")
     parser.add_argument(
-        "--loads", default="0.5,0.7,0.9,1.1,1.2", help="shares of the capacity under round robin; default: %(default)s"
+        "--loads", help="shares of the capacity under round robin; default: 0.5,0.7,0.9,1.1,1.2, and 0.9 with --precise"
     )
     parser.add_argument("--requests", type=int, default=250, help="of a run at load 1; more at a higher load (default: 250)")
     parser.add_argument("--offset", type=int, help=f"requests left out before the first (default: {offsets})")
     parser.add_argument("--speed", type=float, default=3.0, help="so many times faster than the engines' profile (default: 3)")
     parser.add_argument("--cache-tokens", type=int, default=2_500_000, help="KV cache of a worker (default: 2,500,000)")
-    parser.add_argument("--block-tokens", type=int, default=128, help="block size of the engines (default: 128)")
+    parser.add_argument(
+        "--cache-share",
+        type=float,
+        help="KV cache by need: all prefill workers' together hold this share of the different prompt blocks of a run, but at "
+        "least the longest request each; decode workers have as much each",
+    )
+    parser.add_argument("--longest", type=int, help="leave out requests with longer prompts, in tokens")
+    parser.add_argument("--block-tokens", type=int, help="block size of the engines (default: 128, and 16 with --precise)")
+    parser.add_argument(
+        "--precise",
+        action="store_true",
+        help=f"the engines publish KV events; policies: {','.join(IN_PRECISE_MODE)}; --cache-share 0.1",
+    )
+    parser.add_argument(
+        "--routers", type=int, default=1, help="instances of each router that share the requests and do not talk (default: 1)"
+    )
     parser.add_argument("--peers", type=Path, default=default_peers(), help="virtual environment of the peers")
     parser.add_argument("--quick", action="store_true", help="a smoke run: two policies, one trace, one load, 60 requests")
     parser.add_argument("--tenants", action="store_true", help="two tenants, one of which floods, in place of the loads")
@@ -84,6 +113,10 @@ def parse(arguments: Sequence[str]) -> Options:
     given = parser.parse_args(arguments)
     if given.quick:
         given.policies, given.traces, given.loads, given.requests = "baton,round-robin", "conversation", "0.9", 67
+    if given.precise and given.cache_share is None:
+        given.cache_share = _PRESSURE
+    given.loads = given.loads or ("0.9" if given.precise else "0.5,0.7,0.9,1.1,1.2")
+    given.block_tokens = given.block_tokens or (_EVENT_BLOCK_TOKENS if given.precise else 128)
     folder = given.traces_dir or _TRACE_FOLDER
     try:
         loads = tuple(float(load) for load in given.loads.split(","))
@@ -95,6 +128,10 @@ def parse(arguments: Sequence[str]) -> Options:
         raise OptionsError("--offset: 0 or more")
     if given.requests < 10 or not 0 < given.speed <= 100:
         raise OptionsError("--requests: at least 10; --speed: above 0 and at most 100")
+    if given.cache_share is not None and not 0 < given.cache_share <= 10:
+        raise OptionsError("--cache-share: above 0 and at most 10")
+    if not 1 <= given.routers <= 8:
+        raise OptionsError("--routers: 1 to 8")
     options = Options(
         policies=given.policies and _names("--policies", given.policies, CONTESTANTS),
         traces=_names("--traces", given.traces, TRACES),
@@ -104,6 +141,10 @@ def parse(arguments: Sequence[str]) -> Options:
         offset=given.offset,
         speed=given.speed,
         cache_tokens=given.cache_tokens,
+        cache_share=given.cache_share,
+        longest_tokens=given.longest,
+        precise=given.precise,
+        routers=given.routers,
         block_tokens=given.block_tokens,
         peers=given.peers,
         tenants=given.tenants,
@@ -113,6 +154,9 @@ def parse(arguments: Sequence[str]) -> Options:
     )
     for trace in options.traces:
         options.path(trace)
+    deaf = [name for name in options.policies or () if CONTESTANTS[name].events and not options.precise]
+    if deaf:
+        raise OptionsError(f"--policies: {', '.join(deaf)} hears KV events: --precise")
     return options
 
 

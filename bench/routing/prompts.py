@@ -19,7 +19,7 @@ from workers.traces import BLOCK_TOKENS, Request
 _VOCABULARY = 1 << 10
 """Few enough that the tokenizer's table stays in the processor's cache, and more than enough to tell blocks apart."""
 _LETTERS = string.ascii_lowercase
-_WORDS = [f" {_LETTERS[i // 676]}{_LETTERS[i // 26 % 26]}{_LETTERS[i % 26]}" for i in range(_VOCABULARY)]
+WORDS = [f" {_LETTERS[i // 676]}{_LETTERS[i // 26 % 26]}{_LETTERS[i % 26]}" for i in range(_VOCABULARY)]
 TOKEN_CHARS = 4
 
 
@@ -27,7 +27,7 @@ TOKEN_CHARS = 4
 def block_text(hash_id: int) -> str:
     """The text of one block."""
     numbers = array("H", hashlib.shake_128(b"block %d" % hash_id).digest(2 * BLOCK_TOKENS))
-    return "".join([_WORDS[number % _VOCABULARY] for number in numbers])
+    return "".join([WORDS[number % _VOCABULARY] for number in numbers])
 
 
 def prompt_text(request: Request) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
-from bench.routing.policies import BATON, PEERS, ROUND_ROBIN
+from bench.routing.policies import BATON, ORACLE, PEERS, PRECISE, ROUND_ROBIN
 from bench.routing.run import RunResult
 from bench.routing.twin import Twin
 
@@ -18,6 +18,9 @@ WAIT_LIMIT_S = 60.0
 WAIT_MARGIN_S = 1.0
 TWIN_TOLERANCE = 0.10
 """Of the figure itself, not percentage points: a hit ratio of 5 % is met by 4.5 to 5.5 %."""
+ORACLE_TOLERANCE = 0.02
+"""Of the figure itself, too."""
+WORTH = 1.1
 BETTER_PEER = {0.5: 1.0, 0.9: 1.3, 1.1: 2.5}
 """Load -> how many times the better peer's goodput Baton's is to be at least."""
 
@@ -144,6 +147,40 @@ def _served(trace: str, by: Mapping[tuple[str, float], RunResult]) -> Verdict:
         return Verdict(demand, None)
     failed, wrong = sum(result.summary.failed for result in ours), sum(sum(result.violations.values()) for result in ours)
     return Verdict(f"{demand}: {failed} failed, {wrong} violations", not failed and not wrong)
+
+
+def precise_verdicts(results: Sequence[RunResult], twins: Sequence[tuple[RunResult, Twin]]) -> list[Verdict]:
+    """Hearing the events is as good as looking into the caches, and worth something. Single runs differ by chance, so the
+    replays, several each, say the same beside them."""
+    found: list[Verdict] = []
+    replays = {(run.trace, run.load, run.contestant): twin for run, twin in twins}
+    for trace, load in dict.fromkeys((result.trace, result.load) for result in results):
+        by = {result.contestant: result for result in results if (result.trace, result.load) == (trace, load)}
+        where = f"{trace}, load {load:g}"
+        demand = f"{where}: hit ratio of {PRECISE} at most {ORACLE_TOLERANCE:.0%} below that of the {ORACLE}"
+        goodput = f"{where}: goodput of {PRECISE} at least {WORTH:g} times that of {BATON}, which predicts"
+        precise, oracle, predicting = by.get(PRECISE), by.get(ORACLE), by.get(BATON)
+        if precise and oracle:
+            ratio = _ratio(precise.hit_ratio, oracle.hit_ratio)
+            text = f"{demand}: {ratio:.3f} ({precise.hit_ratio:.1%} against {oracle.hit_ratio:.1%})"
+            found.append(Verdict(text, ratio >= 1 - ORACLE_TOLERANCE))
+        else:
+            found.append(Verdict(demand, None))
+        if precise and predicting:
+            ratio = _ratio(precise.summary.goodput, predicting.summary.goodput)
+            text = f"{goodput}: {ratio:.2f} ({precise.summary.goodput:.1%} against {predicting.summary.goodput:.1%})"
+            found.append(Verdict(text, ratio >= WORTH))
+        else:
+            found.append(Verdict(goodput, None))
+        one, other, third = (replays.get((trace, load, name)) for name in (PRECISE, ORACLE, BATON))
+        if one and other:
+            ratio = _ratio(one.hit_ratio[1], other.hit_ratio[1])
+            found.append(Verdict(f"{demand}, replayed: {ratio:.3f}", ratio >= 1 - ORACLE_TOLERANCE))
+        if one and third:
+            ratio = _ratio(one.goodput[1], third.goodput[1])
+            found.append(Verdict(f"{goodput}, replayed: {ratio:.2f}", ratio >= WORTH))
+        found.append(_served(where, {(name, load): by[name] for name in by}))
+    return found
 
 
 def tenant_verdicts(results: Sequence[RunResult], modest: str, share: float) -> list[Verdict]:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
 
 from bench.peers import smg_command, vllm_router_command
-from bench.routing.engines import Engines
+from bench.routing.engines import MODEL, Engines
 from bench.routing.policies import Contestant, sections
 from bench.routing.priority import Priority, starting
+from bench.routing.tokenizer import write_tokenizer
 from extproc.config import Config
+from extproc.replay_index import Index
 from extproc.stack import await_endpoints, envoy_command, filter_command, find_envoy, stack_config, write_configs
 from workers.process import Child, stop_all
 from workers.ready import free_ports, wait_ready
@@ -52,15 +55,23 @@ class Router:
     def _stop(self) -> None:
         stop_all(self.children)
 
-    def _child(self, name: str, argv: Sequence[str]) -> Child:
-        child = Child(name, argv, log=self._directory / f"{name}-{self.contestant.name}.log", grace_s=3.0)
+    @property
+    def admin(self) -> str | None:
+        """Where Baton's metrics are, ``host:port``; None for another router."""
+        return f"{_HOST}:{self._admin}" if self.contestant.kind == "baton" else None
+
+    def _child(self, name: str, argv: Sequence[str], env: Mapping[str, str] | None = None) -> Child:
+        log = self._directory / f"{name}-{self.contestant.name}.log"
+        child = Child(name, argv, log=log, env=dict(env or {}), grace_s=3.0)
         self.children.append(child)
         return child
 
     def _start_baton(self) -> None:
         config = self._config()
         config_file, envoy_file = write_configs(config, self._directory)
-        filter_ = self._child("filter", filter_command(config_file))
+        oracle = [sys.executable, "-m", "bench.routing.oracle", "--config", str(config_file)]
+        looks = self.contestant.index is Index.ORACLE
+        filter_ = self._child("filter", oracle if looks else filter_command(config_file))
         await_endpoints(config, filter_)
         envoy = self._child("envoy", envoy_command(find_envoy(), envoy_file))
         wait_ready(filter_, f"http://{_HOST}:{self._admin}/healthz", _START_TIMEOUT_S)
@@ -79,7 +90,11 @@ class Router:
         )
         options = engines.options
         chosen = sections(
-            self.contestant, block_tokens=options.block_tokens, cache_tokens=options.cache_tokens, speed=options.speed
+            self.contestant,
+            block_tokens=options.block_tokens,
+            cache_tokens=options.cache_tokens,
+            speed=options.speed,
+            tokenizer=write_tokenizer(self._directory / MODEL) if self.contestant.events else None,
         )
         tree = msgspec.to_builtins(base) | chosen
         # An overloaded round robin makes its clients wait for minutes, and that is to be seen, not cut off.
@@ -99,8 +114,12 @@ class Router:
             metrics_port=self._admin,
             patience_s=_PATIENCE_S,
             options=self.contestant.options,
+            publishers=self._engines.publishers if self.contestant.events else {},
         )
-        wait_ready(self._child("router", argv), f"http://{_HOST}:{self.port}/health", _START_TIMEOUT_S)
+        env = {}
+        if self.contestant.events:
+            env["VLLM_ROUTER_TOKENIZER"] = str(write_tokenizer(self._directory / MODEL))
+        wait_ready(self._child("router", argv, env), f"http://{_HOST}:{self.port}/health", _START_TIMEOUT_S)
 
     def _start_smg(self) -> None:
         argv = smg_command(

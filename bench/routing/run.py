@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import aiohttp
 
+from bench.routing.beliefs import Beliefs, beliefs, together
 from bench.routing.client import Planned, Report, replay
 from bench.routing.engines import MODEL, Counters, EngineError, Engines, prefill_spread
 from bench.routing.policies import Contestant
@@ -53,6 +55,8 @@ class RunResult:
     """Requests that Baton had a decode worker do alone."""
     preemptions: int
     violations: dict[str, int]
+    beliefs: Beliefs
+    """What Baton expected prefill workers to hold, and what they held."""
     errors: list[str]
     real_s: float
     cores: dict[str, float]
@@ -85,28 +89,35 @@ async def run(
     load: float,
     directory: Path,
     peers: Path,
+    routers: int = 1,
     progress: Callable[[int, int, int], None],
 ) -> RunResult:
     """Start the router, send everything, look at the engines. Raises EngineError, PartError, MissingPeerError, OSError."""
     speed = engines.options.speed
     async with aiohttp.ClientSession() as http:
         await engines.empty(http)
-        router = await asyncio.to_thread(Router(contestant, engines, directory, peers).__enter__)
-        try:
-            await _warm_up(http, router)
+        with ExitStack() as started:
+            several: list[Router] = []
+            for number in range(routers):
+                own = directory / f"router-{number}"
+                own.mkdir(exist_ok=True)
+                several.append(await asyncio.to_thread(started.enter_context, Router(contestant, engines, own, peers)))
+            for router in several:
+                await _warm_up(http, router)
             before = await engines.counters(http)
             began_s, own_cpu_s = time.perf_counter(), time.process_time()
-            cpu = [cpu_s(engines.children), cpu_s(router.children)]
+            children = [child for router in several for child in router.children]
+            cpu = [cpu_s(engines.children), cpu_s(children)]
             async with Lateness(http, engines.addresses) as late:
-                report = await replay(planned, "127.0.0.1", router.port, speed=speed, timeout_s=_TIMEOUT_S, progress=progress)
+                ports = [router.port for router in several]
+                report = await replay(planned, "127.0.0.1", ports, speed=speed, timeout_s=_TIMEOUT_S, progress=progress)
             real_s = time.perf_counter() - began_s
             used_s = {
                 "engines": cpu_s(engines.children) - cpu[0],
-                "router": cpu_s(router.children) - cpu[1],
+                "router": cpu_s(children) - cpu[1],
                 "load": time.process_time() - own_cpu_s,
             }
-        finally:
-            await asyncio.to_thread(router.__exit__)
+            believed = [await beliefs(http, router.admin) for router in several if router.admin is not None]
         counters = [after - earlier for after, earlier in zip(await engines.counters(http), before, strict=True)]
         violations = await engines.violations(http)
     return _result(
@@ -117,6 +128,7 @@ async def run(
         contestant=contestant.name,
         load=load,
         violations=violations,
+        beliefs=together(believed),
         real_s=real_s,
         cores={name: seconds / real_s for name, seconds in used_s.items()},
         late_ms={
@@ -136,6 +148,7 @@ def _result(
     contestant: str,
     load: float,
     violations: dict[str, int],
+    beliefs: Beliefs,
     real_s: float,
     cores: dict[str, float],
     late_ms: dict[str, float],
@@ -164,6 +177,7 @@ def _result(
         whole=report.whole,
         preemptions=sum(each.preemptions for each in counters),
         violations=violations,
+        beliefs=beliefs,
         errors=report.errors,
         real_s=real_s,
         cores=cores,

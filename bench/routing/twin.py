@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from bench.routing.engines import EngineOptions
-from bench.routing.policies import CONTESTANTS
+from bench.routing.policies import BEST, CONTESTANTS
 from extproc.replay import Setup, replay
 from extproc.replay_command import routing_of
-from extproc.replay_router import Routed
+from extproc.replay_index import filters
 from extproc.routing.job import Aims, Mode, Objective
 from extproc.routing.settings import Routing
 from workers import goodput
@@ -41,15 +41,16 @@ def twin_setup(options: EngineOptions) -> Setup:
     return Setup(prefill=options.prefill, decode=options.decode, engine=engine)
 
 
-def twin(name: str, requests: Sequence[Request], setup: Setup) -> Twin | None:
-    """One of Baton's policies on these requests; None for a peer, which the replay does not have."""
+def twin(name: str, requests: Sequence[Request], setup: Setup, count: int = 1) -> Twin | None:
+    """One of Baton's policies on these requests, with so many filters; None for a peer, which the replay does not have."""
     if CONTESTANTS[name].kind != "baton":
         return None
     aims = twin_aims(name)
     found = []
     for seed in range(REPLAYS):
         moved = _moved(requests, random.Random(seed))  # noqa: S311 (not a secret)
-        replayed = replay(moved, Routed(setup, routing_of(Routing(), setup)), setup, lambda _: aims)
+        dispatcher, watches = filters(setup, routing_of(Routing(), setup), CONTESTANTS[name].index, count)
+        replayed = replay(moved, dispatcher, setup, lambda _: aims, watches=watches)
         found.append(goodput.summary(replayed.outcomes))
     return Twin(_spread([each.goodput for each in found]), _spread([each.hit_ratio for each in found]))
 
@@ -64,6 +65,6 @@ def _spread(values: Sequence[float]) -> tuple[float, float, float]:
 
 def twin_aims(name: str) -> Aims:
     """The aims of one of Baton's policies, in simulated seconds."""
-    if name == "baton":
+    if CONTESTANTS[name].fragment == BEST:
         return Aims(ttft_slo_s=goodput.TTFT_SLO_S, itl_slo_s=goodput.ITL_SLO_S)
     return Aims(objective=Objective(name), mode=Mode.DISAGGREGATE, held=False)

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from bench.routing import client, engines, options, policies, prompts, report
+from bench.routing.beliefs import Beliefs
 from bench.routing.run import RunResult
 from bench.routing.twin import Twin
 from extproc.config import Config
@@ -57,7 +58,7 @@ async def _replayed(answer: Answer, output_tokens: int = 3, speed: float = 1.0) 
     async with server:
         planned = client.Planned(0.0, lambda: b"GET / HTTP/1.1\r\n\r\n", 100, output_tokens, "a")
         port = server.sockets[0].getsockname()[1]
-        return await client.replay([planned], "127.0.0.1", port, speed=speed, timeout_s=5.0)
+        return await client.replay([planned], "127.0.0.1", [port], speed=speed, timeout_s=5.0)
 
 
 def _stream(*pieces: bytes) -> Answer:
@@ -198,6 +199,7 @@ def _result(name: str, load: float, goodput: float, **changes: object) -> RunRes
         longest_ttft_s=9.0,
         whole=0,
         preemptions=0,
+        beliefs=Beliefs(),
         violations={},
         errors=[],
         real_s=1.0,

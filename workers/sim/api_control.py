@@ -9,6 +9,7 @@ import msgspec
 from aiohttp import web
 
 from workers.sim.faults import Fault
+from workers.sim.hashing import HASH_BYTES
 
 if TYPE_CHECKING:
     from workers.sim.worker import Worker
@@ -49,6 +50,13 @@ def add_routes(app: web.Application, worker: Worker, prefix: str) -> None:
         await worker.clear_faults()
         return _answer({})
 
+    async def held(request: web.Request) -> web.Response:
+        """How many leading blocks of a prompt are in the prefix cache; the body is their hashes, one after the other."""
+        body = await request.read()
+        hashes = [body[at : at + HASH_BYTES] for at in range(0, len(body), HASH_BYTES)]
+        return _answer({"blocks": len(worker.engine.pool.match(hashes))})
+
+    app.router.add_post(f"{prefix}/held", held)
     app.router.add_get(f"{prefix}/violations", violations)
     app.router.add_get(f"{prefix}/state", state)
     app.router.add_post(f"{prefix}/reset", reset)

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 DEFAULT_SEED = "vllm-none-hash"
 """What the hash before the first block is made from where PYTHONHASHSEED is not set."""
 
+HASH_BYTES = hashlib.sha256().digest_size
+
 ExtraKeys = tuple[tuple[str, ...], ...] | None
 
 
