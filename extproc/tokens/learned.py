@@ -18,7 +18,6 @@ from typing import Final, NamedTuple
 
 import xxhash
 
-from extproc.inference import InferenceRequest
 from extproc.paths import Treatment
 from extproc.prompt import Text
 from extproc.routing.token_chain import TokenChain
@@ -43,12 +42,6 @@ _BLOCK_BYTES: Final = 120
 _ENTRY_BYTES: Final = 1200
 
 _MOST_SHAPES: Final = 1000
-
-_TELL_TALES: Final = (b'"reasoning', b"think>")
-"""A template may leave thoughts of earlier turns out when another turn comes."""
-
-_RENDERED_LARGER: Final = (b'"tool', b'"documents"')
-"""What a template writes as JSON of its own may take more bytes than it had in the request: at most twice as many."""
 
 
 class Shape(NamedTuple):
@@ -126,10 +119,12 @@ class Memory:
         self._seen.move_to_end(key)
         return found.chain
 
-    def beginning(self, request: InferenceRequest, hashes: array[int], text: Text) -> Beginning | None:
-        """The earlier prompt that shares most with this one, whose text has these blocks."""
-        if any(mark in request.body for mark in _TELL_TALES):
-            return None
+    def beginning(self, hashes: array[int], text: Text, *, goes_on_inside: bool, larger: bool) -> Beginning | None:
+        """The earlier prompt that shares most with this one, whose text has these blocks.
+
+        ``goes_on_inside``: a prompt may go on in the middle of a word, as with the completions API. ``larger``: what a template
+        makes of the text may have more bytes than it, because it writes objects as JSON of its own: at most twice as many.
+        """
         ends = self._ends
         for count in range(len(hashes), 0, -1):
             found = ends.get(hashes[count - 1])
@@ -140,9 +135,9 @@ class Memory:
                 continue
             whole = count == len(found.blocks) and self._goes_on(found, text)
             behind = 0 if whole else (len(found.blocks) - count) * self._block_bytes + found.rest_bytes
-            if any(mark in request.body for mark in _RENDERED_LARGER):
+            if larger:
                 behind *= 2
-            if not whole or request.treatment is Treatment.COMPLETIONS:
+            if not whole or goes_on_inside:
                 behind += _MERGE_BYTES
             return Beginning(found, behind)
         return None

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import msgspec
 
+from extproc.find import holds
 from extproc.inference import InferenceRequest
 from extproc.observe.logs import Logger
 from extproc.observe.metrics import Metrics
@@ -38,10 +39,14 @@ from extproc.tokens.trust import Trust
 IDS, LEARNED, TOKENIZER, WORKER, BEGINNING, NONE = "ids", "learned", "tokenizer", "worker", "learned_prefix", "none"
 """Where a chain came from."""
 
-_MEDIA: Final = (
-    *(b'"image', b'"audio', b'"video', b'"input_image', b'"input_audio', b'"input_file', b'_embeds"', b'"file', b'"document'),
-)
-"""In what is not all text."""
+_MEDIA: Final = (b'"image', b'"audio', b'"video', b'"input_', b'"file', b'"document', b'"prompt_embeds')
+"""In what is not all text. Inside of a JSON string none of them can stand: quotes are not plain there."""
+
+_THOUGHTS: Final = (b'"reasoning', b"think>")
+"""A template may leave thoughts of earlier turns out when another turn comes."""
+
+_AT_ONCE_BYTES: Final = 256 << 10
+"""A larger body is looked through by a thread: that takes 3 µs a kilobyte."""
 
 _TURNS: Final = {Treatment.CHAT: "messages", Treatment.MESSAGES: "messages", Treatment.RESPONSES: "input"}
 """Where media can stand; the prompt of the completions API has no parts."""
@@ -60,8 +65,8 @@ class Wanted:
     """One request's token ids: what is asked, and what was found."""
 
     __slots__ = (
-        *("beginning", "blocks", "chain", "key", "lora", "media", "model", "rest", "request", "salt", "shape", "source"),
-        "whole",
+        *("beginning", "blocks", "chain", "key", "larger", "lora", "media", "model", "request", "rest", "salt", "shape"),
+        *("source", "text", "whole"),
     )
 
     def __init__(self, request: InferenceRequest, model: str) -> None:
@@ -76,6 +81,10 @@ class Wanted:
         self.rest = b""
         """Of the text, behind the last of them."""
         self.media = False
+        """It is not all text."""
+        self.text: Text = b""
+        self.larger = False
+        """Rendered, it may have more bytes than in the request."""
         self.shape: Shape | None = None
         self.beginning: Beginning | None = None
         self.chain: TokenChain | None = None
@@ -202,17 +211,21 @@ class TokenSource:
         if sent:
             await self._sent(wanted, bytes(sent))
             return
-        wanted.media = _has_media(request)
+        if len(request.body) <= _AT_ONCE_BYTES:
+            self._read(wanted, blocks)
+        else:
+            await self._within(self._in_thread(self._read, wanted, blocks))
         if not wanted.media:
-            text = text_of(request, self._prompts)
-            self._read_text(wanted, text, blocks)
             chain = self._memory.seen(wanted.key)
             if chain is not None and self._trust.has(LEARNED, wanted.model):
                 self._found(wanted, chain, LEARNED)
                 return
-            if self._settings.learn_prefixes:
-                wanted.shape = Shape(request.treatment, wanted.model, b'"tool' in request.body)
-                wanted.beginning = self._memory.beginning(request, wanted.blocks, text)
+            if wanted.shape is not None:
+                inside = request.treatment is Treatment.COMPLETIONS
+                wanted.beginning = self._memory.beginning(
+                    wanted.blocks, wanted.text, goes_on_inside=inside, larger=wanted.larger
+                )
+            wanted.text = b""  # which may be a copy of the whole body
         tokenizer = self._tokenizers.get(wanted.model) or self._tokenizers.get(parent or "")
         reason = "no_source"
         if tokenizer is not None:
@@ -227,10 +240,20 @@ class TokenSource:
             raise CannotError(reason)
         await self._asked(wanted, self._asker)
 
-    def _read_text(self, wanted: Wanted, text: Text, blocks: array[int]) -> None:
+    def _read(self, wanted: Wanted, blocks: array[int]) -> None:
+        """Look through the text. Raises CannotError."""
+        request = wanted.request
+        wanted.media = _has_media(request)
+        if wanted.media:
+            return
+        text = wanted.text = text_of(request, self._prompts)
         if not text:
             raise CannotError("invalid")
-        wanted.key = prompt_key(wanted.request, wanted.model)
+        wanted.key = prompt_key(request, wanted.model)
+        if self._settings.learn_prefixes and not any(holds(request.body, mark) for mark in _THOUGHTS):
+            tools = holds(request.body, b'"tool')
+            wanted.larger = tools or "documents" in request.fields
+            wanted.shape = Shape(request.treatment, wanted.model, tools)
         full_bytes = len(blocks) * self._prompts.block_bytes
         if len(text) - full_bytes < self._prompts.block_bytes:  # else the chain was cut short
             wanted.blocks, wanted.rest = blocks, bytes(text[full_bytes:])
@@ -395,12 +418,12 @@ def _salt(request: InferenceRequest) -> str | None:
 
 
 def _has_media(request: InferenceRequest) -> bool:
-    """Whether something in it may not be text. Inside of a JSON string, none of the marks has a plain quote before it."""
+    """Whether something in it may not be text."""
     name = _TURNS.get(request.treatment)
     if name is None or name not in request.fields:
         return False
     turns = bytes(request.fields[name])
-    return any(mark in turns for mark in _MEDIA)
+    return any(holds(turns, mark) for mark in _MEDIA)
 
 
 def _chain(ids: array[int], wanted: Wanted, sizes: Sequence[int], items: Sequence[Placed] = ()) -> TokenChain:
