@@ -14,6 +14,7 @@ import aiohttp
 import msgspec
 
 from extproc import bounded
+from extproc.find import holds
 from extproc.inference import InferenceRequest
 from extproc.paths import Treatment
 from extproc.routing.token_chain import Placed
@@ -251,6 +252,8 @@ def _tokenize_chat(request: InferenceRequest) -> bytes:
     fields = _only(request, _CHAT_FIELDS | frozenset(_AS_KWARGS), _CHAT_WITHOUT_PART)
     if "tools" in fields and bytes(request.fields.get("tool_choice", b"")) == b'"none"':
         raise CannotError("unknown_field")  # whether the tools are shown then is a setting of the worker
+    if holds(request.body, b'"reasoning_content"'):
+        raise CannotError("unknown_field")  # an older name, which only the chat itself understands
     moved = {name: fields.pop(name) for name in _AS_KWARGS if name in fields}
     if moved:
         try:

@@ -396,7 +396,14 @@ async def test_without_a_live_worker_nobody_is_asked() -> None:
         assert (await made.find(chat())).chain is None and made.missing("no_worker") == 1
 
 
-@pytest.mark.parametrize("more", [{"tools": [{"type": "function"}], "tool_choice": "none"}, {"a_field_of_tomorrow": 1}])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"tools": [{"type": "function"}], "tool_choice": "none"},
+        {"a_field_of_tomorrow": 1},
+        {"messages": [{"role": "assistant", "content": "x", "reasoning_content": "hm"}]},
+    ],
+)
 async def test_tokenize_is_not_asked_what_it_would_answer_in_another_way(more: dict[str, Any]) -> None:
     async with asked("tokenize", says(200, {"tokens": [1]})) as (made, worker):
         assert (await made.find(chat(**more))).chain is None and made.missing("unknown_field") == 1

@@ -81,10 +81,11 @@ QWEN = """\
 {%- elif messages[0].role == 'system' %}
     {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
 {%- endif %}
-{%- set ns = namespace(last=messages | length - 1) %}
+{%- set ns = namespace(last=messages | length - 1, found=false) %}
 {%- for message in messages[::-1] %}
-    {%- if message.role == "user" and ns.last == messages | length - 1 %}
+    {%- if message.role == "user" and not ns.found %}
         {%- set ns.last = messages | length - 1 - loop.index0 %}
+        {%- set ns.found = true %}
     {%- endif %}
 {%- endfor %}
 {%- for message in messages %}
