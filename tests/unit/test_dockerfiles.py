@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from ruamel.yaml import YAML
 
 from extproc import __version__, topology
+from extproc.config import Address, Config, Epp, Workers
 
 ROOT = Path(__file__).parents[2]
 FILES = ["extproc/Dockerfile", "workers/Dockerfile"]
@@ -81,6 +84,19 @@ def test_what_the_gpu_image_adds_comes_in_the_version_of_the_lock_file_unless_th
     assert "torch==9.9" in pins and sum(pin.startswith("torch==") for pin in pins) == 1
     assert not [pin for pin in pins if pin.lower().startswith(("rich==", "typing-extensions==", "typing_extensions=="))]
     assert set(re.findall(r"^(?:aiohttp|msgspec|typer)==.*$", lock, re.MULTILINE)) <= set(pins)
+
+
+def test_the_filters_health_check_asks_where_its_admin_port_is_in_either_mode_and_compose_asks_the_same() -> None:
+    found = re.search(r"HEALTHCHECK .*\\\n +CMD (\[.*\])", stages("extproc/Dockerfile")["filter"])
+    assert found is not None
+    command = json.loads(found[1])
+    workers = Workers(both=["127.0.0.1:8000"])
+    ports = [
+        Address.parse(each.admin).port for each in (Config(workers=workers), Config(workers=workers, epp=Epp(enabled=True)))
+    ]
+    assert command[-2:] == [f"http://127.0.0.1:{port}/healthz" for port in ports]
+    services = YAML(typ="safe").load((ROOT / "compose.yaml").read_text())["services"]
+    assert services["filter"]["healthcheck"]["test"] == ["CMD", *command]
 
 
 def test_entrypoints_are_our_command() -> None:

@@ -198,7 +198,8 @@ def test_the_filter_s_configuration_keeps_everything_but_addresses() -> None:
     assert (after.envoy.listen, after.envoy.admin) == ("127.70.1.9:8000", "127.70.1.9:9901")
     assert after.workers.dns_servers == ["127.70.1.1:53"]
     assert after.workers.dns == before.workers.dns
-    same = {"listen", "admin", "envoy", "workers", "drain", "cache_servers"}
+    assert after.epp.enabled == before.epp.enabled
+    same = {"listen", "admin", "envoy", "epp", "workers", "drain", "cache_servers"}
     plain = [{key: value for key, value in msgspec.to_builtins(each).items() if key not in same} for each in (before, after)]
     assert plain[0] == plain[1]
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.server
+import socket
 import subprocess
 import sys
 import threading
@@ -11,6 +13,9 @@ from contextlib import contextmanager
 
 import pytest
 
+from extproc.config import Epp
+from extproc.epp.health import HealthPort
+from extproc.transport.choose import Kind
 from workers.own_address import own_address
 from workers.ready import free_ports
 
@@ -49,8 +54,50 @@ def test_nobody_there_is_unhealthy_and_a_wrong_call_is_neither() -> None:
     done = check(f"http://127.0.0.1:{free_ports(1)[0]}/")
     assert done.returncode == 1
     assert "refused" in done.stdout
-    for arguments in ((), ("file:///etc/passwd",), ("http://a", "http://b")):
+    for arguments in ((), ("file:///etc/passwd",), ("http://a", "b")):
         assert check(*arguments).returncode == 2
+
+
+@contextmanager
+def grpc_health(transport: Kind) -> Iterator[str]:
+    """What an endpoint picker has at the port where others have their admin port."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    port = free_ports(1)[0]
+
+    async def start() -> HealthPort:
+        made = HealthPort(Epp(enabled=True, health_listen=f"127.0.0.1:{port}"), transport)
+        await made.start()
+        return made
+
+    try:
+        made = asyncio.run_coroutine_threadsafe(start(), loop).result(20)
+        yield f"http://127.0.0.1:{port}/healthz"
+        asyncio.run_coroutine_threadsafe(made.stop(), loop).result(20)
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+@pytest.mark.parametrize(("status", "expected"), [(200, 0), (503, 1)])
+@pytest.mark.parametrize("transport", ["lean", "grpc"])
+def test_of_several_the_first_that_speaks_http_decides(transport: Kind, status: int, expected: int) -> None:
+    with grpc_health(transport) as picker, server(status) as url, server(200) as later:
+        done = check(picker, url, later)
+    assert (done.returncode, done.stdout) == (expected, f"{status} words of the server\n")
+
+
+def test_one_that_says_nothing_costs_no_more_than_its_share() -> None:
+    """All of them within the 5 s that the images give the check, which is killed then and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as silent, server(200) as url:
+        done = check(f"http://127.0.0.1:{silent.getsockname()[1]}/", url)
+    assert done.returncode == 0
+    nobody, nothing = (f"http://127.0.0.1:{port}/" for port in free_ports(2))
+    done = check(nobody, nothing)
+    assert done.returncode == 1
+    assert [line.split(": ")[0] for line in done.stdout.splitlines()] == [nobody, nothing]
 
 
 def test_it_needs_the_standard_library_only() -> None:
