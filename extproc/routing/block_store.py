@@ -7,13 +7,14 @@ shard by shard for the same reason.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from extproc.routing.token_chain import KEY_MASK
 
 SHARDS = 1024
-_LOW = SHARDS - 1
+LOW = SHARDS - 1
 TIERS = 4
 
 _OLD_SHARE = 16
@@ -33,8 +34,10 @@ class Store:
         """For each tier: own key -> who holds it there. May have bits of numbers that are given back, see :attr:`alive`."""
         self.alive = 0
         """Numbers that belong to somebody."""
-        self.counts: list[dict[int, int]] = [{} for _ in range(TIERS)]
-        """For each tier: number -> how many blocks it holds there. A tier that nobody uses is empty."""
+        self.counts: list[Counter[int]] = [Counter() for _ in range(TIERS)]
+        """For each tier: number -> how many blocks it holds there."""
+        self.totals = [0] * TIERS
+        """For each tier: the sum of these. A tier that nobody uses need not be looked at."""
         self.repeats: dict[int, dict[int, int]] = {}
         """Number -> own key and tier -> how many more blocks of equal content it has there than one: each goes by itself."""
         self.blocks = 0
@@ -57,8 +60,8 @@ class Store:
         bit = 1 << number
         self.alive &= ~bit
         self._dead |= bit
-        for counts in self.counts:
-            counts.pop(number, None)
+        for tier, counts in enumerate(self.counts):
+            self.totals[tier] -= counts.pop(number, 0)
         self.repeats.pop(number, None)
 
     @property
@@ -98,74 +101,99 @@ class Store:
 
     def name(self, engine_hash: int, key: int) -> None:
         """The engine calls the block so."""
-        shard = self.names[engine_hash & _LOW]
+        shard = self.names[engine_hash & LOW]
         if engine_hash not in shard:
             self.blocks += 1
         shard[engine_hash] = key
 
-    def add(self, engine_hash: int, key: int, number: int, tier: int) -> None:
-        """The holder has stored the block: it counts as stored last."""
-        shard = self.masks[tier][key & _LOW]
-        bit = 1 << number
-        mask = shard.get(key, 0)
-        if mask & bit:
+    def add(self, engine_hash: int, key: int, number: int, bit: int, tier: int) -> None:
+        """The holder has stored the block: it counts as stored last. ``bit`` is that of ``number``, and always the same object:
+        most masks are no more than that.
+        """
+        shard = self.masks[tier][key & LOW]
+        mask = shard.get(key)
+        if mask is None:
+            shard[key] = bit
+        elif mask & bit:
             repeats = self.repeats.setdefault(number, {})
             again = key * TIERS + tier
             repeats[again] = repeats.get(again, 0) + 1
             return
-        shard[key] = mask | bit
-        names = self.names[engine_hash & _LOW]
-        if mask:
-            names.pop(engine_hash, None)
-            names[engine_hash] = key
-        counts = self.counts[tier]
-        counts[number] = counts.get(number, 0) + 1
+        else:
+            shard[key] = mask | bit
+            names = self.names[engine_hash & LOW]
+            if names.pop(engine_hash, None) is not None:
+                names[engine_hash] = key
+        self.counts[tier][number] += 1
+        self.totals[tier] += 1
 
-    def remove(self, engine_hash: int, number: int, tier: int) -> bool:
-        """The holder has one block less of this content. False: it was not known to hold it."""
-        names = self.names[engine_hash & _LOW]
-        key = names.get(engine_hash)
-        if key is None:
-            return False
-        repeats = self.repeats.get(number)
-        if repeats:
-            again = key * TIERS + tier
-            more = repeats.get(again, 0)
-            if more > 1:
-                repeats[again] = more - 1
-                return True
-            if more:
-                del repeats[again]
-                return True
-        if not self._unset(key, number, tier):
-            return False
-        if not self._somewhere(key):
-            del names[engine_hash]
+    def remove(self, hashes: Iterable[int | bytes], number: int, tier: int) -> int:
+        """The holder has one block less of each of these contents. How many it was not known to hold."""
+        names, masks, bit = self.names, self.masks[tier], 1 << number
+        repeats, alive, totals = self.repeats.get(number), self.alive, self.totals
+        elsewhere = [each for other, each in enumerate(self.masks) if other != tier and totals[other]]
+        unknown = gone = 0
+        for told in hashes:
+            name = (told if type(told) is int else engine_hash(told)) & KEY_MASK
+            shard = names[name & LOW]
+            key = shard.get(name)
+            if key is None:
+                unknown += 1
+                continue
+            if repeats and self._one_less(repeats, key * TIERS + tier):
+                continue
+            place = key & LOW
+            holders = masks[place]
+            mask = holders.get(key, 0)
+            if not mask & bit:
+                unknown += 1
+                continue
+            mask = (mask ^ bit) & alive
+            gone += 1
+            if mask:
+                holders[key] = mask
+                continue
+            del holders[key]
+            if elsewhere and any(key in each[place] for each in elsewhere):
+                continue
+            del shard[name]
             self.blocks -= 1
-        return True
+        if gone:
+            self.counts[tier][number] -= gone
+            totals[tier] -= gone
+        return unknown
+
+    @staticmethod
+    def _one_less(repeats: dict[int, int], again: int) -> bool:
+        more = repeats.get(again, 0)
+        if more > 1:
+            repeats[again] = more - 1
+        elif more:
+            del repeats[again]
+        return more > 0
 
     def forget(self, key: int, number: int) -> int:
         """The holder does not hold the block in any tier, however often it was stored. How many tiers it was in."""
         found = 0
         for tier, counts in enumerate(self.counts):
-            if number in counts and self._unset(key, number, tier):
+            if counts[number] and self._unset(key, number, tier):
                 self._once(key, number, tier)
                 found += 1
         return found
 
     def holds(self, key: int, number: int, tier: int) -> bool:
         """Whether it does."""
-        return bool(self.masks[tier][key & _LOW].get(key, 0) & 1 << number)
+        return bool(self.masks[tier][key & LOW].get(key, 0) & 1 << number)
 
     def make_room(self, engine_hash: int) -> int:
         """Forget the oldest blocks of the shard that this one belongs to, whoever holds them: how many entries went."""
-        names = self.names[engine_hash & _LOW]
+        names = self.names[engine_hash & LOW]
         gone = 0
         for name in list(islice(names, max(1, len(names) // _OLD_SHARE))):
             key = names.pop(name)
             self.blocks -= 1
             for tier, masks in enumerate(self.masks):
-                mask = masks[key & _LOW].pop(key, 0) & self.alive
+                mask = masks[key & LOW].pop(key, 0) & self.alive
                 for number in bits(mask):
                     self._once(key, number, tier)
                     self._count_down(number, tier)
@@ -173,7 +201,7 @@ class Store:
         return gone
 
     def _unset(self, key: int, number: int, tier: int) -> bool:
-        shard, bit = self.masks[tier][key & _LOW], 1 << number
+        shard, bit = self.masks[tier][key & LOW], 1 << number
         mask = shard.get(key, 0)
         if not mask & bit:
             return False
@@ -186,12 +214,8 @@ class Store:
         return True
 
     def _count_down(self, number: int, tier: int) -> None:
-        counts = self.counts[tier]
-        left = counts.get(number, 0) - 1
-        if left > 0:
-            counts[number] = left
-        else:
-            counts.pop(number, None)
+        self.counts[tier][number] -= 1
+        self.totals[tier] -= 1
 
     def _once(self, key: int, number: int, tier: int) -> None:
         repeats = self.repeats.get(number)
@@ -199,7 +223,7 @@ class Store:
             repeats.pop(key * TIERS + tier, None)
 
     def _somewhere(self, key: int) -> bool:
-        return any(key in masks[key & _LOW] for masks in self.masks)
+        return any(key in masks[key & LOW] for masks in self.masks)
 
 
 def bits(mask: int) -> Iterator[int]:

@@ -14,17 +14,16 @@ from __future__ import annotations
 import enum
 from array import array
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import xxhash
 
-from extproc.routing.block_store import SHARDS, TIERS, Store, bits, engine_hash
+from extproc.routing.block_store import LOW, TIERS, Store, bits, engine_hash
 from extproc.routing.token_chain import KEY_MASK, TOKEN_BYTES, TokenChain, extra_bytes, seed_of
 
 BLOCK_BYTES = 190
 """What a block takes, whoever holds it: measured with bench.kv_events."""
 
-_LOW = SHARDS - 1
 _DECIDING = frozenset({None, "full_attention", "mla_attention", "sink_full_attention", "unknown"})
 """`kv_cache_spec_kind` of groups whose blocks must all be there."""
 
@@ -88,11 +87,64 @@ class Seen:
 class _Holder:
     """One cache group of one engine, in the store of its block size."""
 
-    __slots__ = ("group", "number", "source", "store")
+    __slots__ = ("bit", "group", "number", "source", "store")
 
     def __init__(self, source: Source, group: int, store: Store) -> None:
         self.source, self.group, self.store = source, group, store
         self.number = store.new_number()
+        self.bit = 1 << self.number
+
+
+class StoredBlocks(Protocol):
+    """An event: consecutive blocks were stored. The fields are vLLM's (distributed/kv_events.py)."""
+
+    @property
+    def block_hashes(self) -> Sequence[int | bytes]:
+        """The engine's hashes."""
+
+    @property
+    def parent_block_hash(self) -> int | bytes | None:
+        """That of the block before them; None: they begin a prompt."""
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """Of all of them, or none."""
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block; 0 where there are no token ids."""
+
+    @property
+    def lora_id(self) -> int | None:
+        """The adapter's number."""
+
+    @property
+    def lora_name(self) -> str | None:
+        """Its name, which old versions did not send."""
+
+    @property
+    def extra_keys(self) -> Sequence[Sequence[Any] | None] | None:
+        """Of each block, what its hash covers beside its tokens."""
+
+    @property
+    def group_idx(self) -> int | None:
+        """The cache group."""
+
+    @property
+    def kv_cache_spec_kind(self) -> str | None:
+        """And its kind."""
+
+
+class _Stored(NamedTuple):
+    block_hashes: Sequence[int | bytes]
+    parent_block_hash: int | bytes | None
+    token_ids: Sequence[int]
+    block_size: int
+    lora_name: str | None
+    extra_keys: Sequence[Sequence[Any] | None] | None
+    group_idx: int | None
+    kv_cache_spec_kind: str | None
+    lora_id: int | None = None
 
 
 class Source:
@@ -114,7 +166,6 @@ class Source:
         parent: int | bytes | None,
         token_ids: Sequence[int],
         block_tokens: int,
-        *,
         lora: str | None = None,
         extra_keys: Sequence[Sequence[Any] | None] | None = None,
         tier: int = 0,
@@ -122,51 +173,74 @@ class Source:
         kind: str | None = None,
     ) -> None:
         """Consecutive blocks entered a tier; ``parent`` is the engine's hash of the block before them, None: they begin a
-        prompt. A block whose hash is known needs no tokens: offloading connectors send none.
-
-        Raises OverflowError and TypeError for token ids that are none.
+        prompt. See :meth:`stored_all`.
         """
-        holder = self._holders.get(group)
-        if holder is None or (block_tokens != holder.store.block_tokens and block_tokens):
-            holder = self._decide(group, kind, block_tokens)
+        self.stored_all((_Stored(hashes, parent, token_ids, block_tokens, lora, extra_keys, group, kind),), tier)
+
+    def stored_all(self, events: Iterable[StoredBlocks], tier: int) -> None:
+        """Blocks entered a tier. One whose hash is known needs no tokens: offloading connectors send none.
+
+        Raises OverflowError and TypeError for token ids that are none. This and :meth:`removed` are what an event costs, so
+        what is the same for most events is looked up once.
+        """
+        owner, seen = self._owner, self._owner.seen
+        last_group: int | None = -2
+        last_tokens, last_kind = 0, ""
+        holder: _Holder | None = None
+        digest, mask_ = xxhash.xxh3_64_intdigest, KEY_MASK
+        for event in events:
+            hashes, block_tokens, kind = event.block_hashes, event.block_size, event.kv_cache_spec_kind
+            if event.group_idx != last_group or block_tokens != last_tokens or kind != last_kind:
+                last_group, last_tokens, last_kind = event.group_idx, block_tokens, kind or ""
+                holder = self._holder_for(last_group or 0, kind, block_tokens)
+                if holder is not None:
+                    store, number, bit = holder.store, holder.number, holder.bit
+                    names, masks, size = store.names, store.masks[tier], store.block_tokens * TOKEN_BYTES
             if holder is None:
-                self._owner.seen.other_groups += len(hashes)
-                return
-        elif kind not in _DECIDING:
-            self._owner.seen.other_groups += len(hashes)
-            return
-        owner, store, number = self._owner, holder.store, holder.number
-        names, size = store.names, store.block_tokens * TOKEN_BYTES
-        before: int | None
-        if parent is None:
-            before = owner.seed(lora)
-        else:
-            above = engine_hash(parent)
-            before = names[above & _LOW].get(above)
-        data: bytes | None = None
-        for place, told in enumerate(hashes):
-            name = (told if type(told) is int else engine_hash(told)) & KEY_MASK
-            key = names[name & _LOW].get(name)
-            if key is None:
+                seen.other_groups += len(hashes)
+                continue
+            parent = event.parent_block_hash
+            before: int | None
+            if parent is None:
+                before = owner.seed(_adapter(event))
+            else:
+                above = (parent if type(parent) is int else engine_hash(parent)) & mask_
+                before = names[above & LOW].get(above)
+            data: bytes | None = None
+            for place, told in enumerate(hashes):
+                name = (told if type(told) is int else engine_hash(told)) & mask_
+                shard = names[name & LOW]
+                key = shard.get(name)
+                if key is not None:
+                    store.add(name, key, number, bit, tier)
+                    before = key
+                    continue
                 if data is None:
-                    data = array("I", token_ids).tobytes() if len(token_ids) == len(hashes) * store.block_tokens else b""
+                    tokens = event.token_ids
+                    data = array("I", tokens).tobytes() if len(tokens) == len(hashes) * store.block_tokens else b""
                 if before is None or not data:
-                    owner.seen.orphans += 1
+                    seen.orphans += 1
                     before = None
                     continue
                 block = data[place * size : (place + 1) * size]
-                extras = extra_keys[place] if extra_keys and place < len(extra_keys) else None
-                if extras:
-                    block += _extras(extras, lora)
-                key = xxhash.xxh3_64_intdigest(block, before) & KEY_MASK
+                extras = event.extra_keys
+                if extras and place < len(extras) and extras[place]:
+                    block += _extras(extras[place] or (), _adapter(event))
+                before = key = digest(block, before) & mask_
                 if owner.blocks >= owner.max_blocks:
                     owner.make_room(name)
-                store.name(name, key)
+                shard[name] = key
+                store.blocks += 1
                 owner.blocks += 1
-            store.add(name, key, number, tier)
-            before = key
+                holders = masks[key & LOW]
+                if key in holders:
+                    store.add(name, key, number, bit, tier)
+                else:
+                    holders[key] = bit
+                    store.counts[tier][number] += 1
+                    store.totals[tier] += 1
 
-    def removed(self, hashes: Iterable[int | bytes], *, tier: int = 0, group: int = 0) -> None:
+    def removed(self, hashes: Iterable[int | bytes], tier: int = 0, group: int = 0) -> None:
         """Blocks left a tier."""
         holder = self._holders.get(group)
         seen = self._owner.seen
@@ -177,10 +251,9 @@ class Source:
                 seen.unknown_removed += sum(1 for _ in hashes)
             return
         store = holder.store
-        for told in hashes:
-            if not store.remove(engine_hash(told), holder.number, tier):
-                seen.unknown_removed += 1
-        self._owner.count()
+        before = store.blocks
+        seen.unknown_removed += store.remove(hashes, holder.number, tier)
+        self._owner.blocks += store.blocks - before
 
     def cleared(self) -> None:
         """It holds nothing: it was started anew or its cache was emptied. From now on all that it holds is known."""
@@ -202,7 +275,7 @@ class Source:
     @property
     def gpu_tokens(self) -> int:
         """Tokens of the blocks that it holds on the GPU, the least of its deciding groups."""
-        return min((each.store.counts[0].get(each.number, 0) * each.store.block_tokens for each in self.holders()), default=0)
+        return min((each.store.counts[0][each.number] * each.store.block_tokens for each in self.holders()), default=0)
 
     @property
     def in_step(self) -> bool:
@@ -217,7 +290,14 @@ class Source:
 
     def blocks(self, tier: Tier) -> int:
         """How many it holds there, of its deciding groups and of what others say."""
-        return sum(each.store.counts[tier.number].get(each.number, 0) for each in self._holders.values())
+        return sum(each.store.counts[tier.number][each.number] for each in self._holders.values())
+
+    def _holder_for(self, group: int, kind: str | None, block_tokens: int) -> _Holder | None:
+        """None: what is said of the group does not count."""
+        holder = self._holders.get(group)
+        if holder is None or (block_tokens != holder.store.block_tokens and block_tokens):
+            return self._decide(group, kind, block_tokens)
+        return holder if kind in _DECIDING else None
 
     def _decide(self, group: int, kind: str | None, block_tokens: int) -> _Holder | None:
         """The holder of a group that was not heard of before; None: it does not count."""
@@ -368,7 +448,7 @@ class Holdings:
             if self.blocks >= self.max_blocks:
                 self.make_room(key)
             store.name(key, key)
-            store.add(key, key, holder.number, tier.number)
+            store.add(key, key, holder.number, holder.bit, tier.number)
             self.count()
 
     def correct(self, address: str, chain: TokenChain, tokens: int) -> int:
@@ -470,6 +550,13 @@ def _total(held: Held) -> tuple[int, int, int]:
     return held.tokens, held.gpu, -held.rank
 
 
+def _adapter(event: StoredBlocks) -> str | None:
+    """The adapter's name. Old versions of vLLM sent but its number, which no prompt of ours has."""
+    if event.lora_name is not None:
+        return event.lora_name or None
+    return None if event.lora_id is None else f"\0{event.lora_id}"
+
+
 def _extras(keys: Sequence[Any], lora: str | None) -> bytes:
     """What an event says that a block's hash covers beside its tokens, as our own keys cover it.
 
@@ -495,12 +582,12 @@ def _extras(keys: Sequence[Any], lora: str | None) -> bytes:
 def _walk(store: Store, keys: array[int]) -> dict[int, list[int]]:
     """Number of a holder -> leading blocks by tier, for all that hold the first block somewhere."""
     found: dict[int, list[int]] = {}
-    slower = [tier for tier in range(1, TIERS) if store.counts[tier]]
+    slower = [tier for tier in range(1, TIERS) if store.totals[tier]]
     gpu, masks = store.alive, store.masks[0]
     at = 0
     if not slower:
         for key in keys:
-            now = masks[key & _LOW].get(key, 0) & gpu
+            now = masks[key & LOW].get(key, 0) & gpu
             if now != gpu:
                 if at:
                     for number in bits(gpu ^ now):
@@ -519,7 +606,7 @@ def _walk(store: Store, keys: array[int]) -> dict[int, list[int]]:
     since: dict[int, int] = {}
     before: list[int] = [0] * TIERS
     for key in keys:
-        place = key & _LOW
+        place = key & LOW
         now = masks[place].get(key, 0) & gpu
         if now != gpu:
             left = gpu ^ now

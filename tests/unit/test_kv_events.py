@@ -373,6 +373,8 @@ async def test_garbage_costs_what_was_known_and_no_more() -> None:
         number = made.publisher._sequence
         for payload in (b"", b"\xc1", encode([1.0]), encode("x"), b"\x93" * 5000):
             made.publisher._publish.send_multipart((b"", number.to_bytes(8, "big"), payload))
+            number += 1
+        made.publisher._sequence = number
         made.publisher._publish.send_multipart((b"", b"short", b""))
         made.publisher._publish.send_multipart((b"one frame",))
         await until(lambda: made.counts.faulty == 7)

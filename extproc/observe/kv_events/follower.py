@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
+import msgspec
 import zmq
 
 from extproc.observe.kv_events.addresses import Publisher
@@ -36,8 +37,8 @@ _MOST_PAUSE_S = 60.0
 
 _LONGEST_REPLAY_S = 60.0
 
-_TIERS = {
-    **dict.fromkeys(("GPU", "DEVICE", "HBM"), 0),
+_TIERS: dict[str | None, int] = {
+    **dict.fromkeys((None, "GPU", "DEVICE", "HBM"), 0),
     **dict.fromkeys(("CPU", "CPU_PINNED", "CPU_TIER1", "HOST"), 1),
     **dict.fromkeys(("STORAGE", "DISK", "FS", "CPU_TIER2", "EXTERNAL"), 2),
     "LMCACHE": 3,
@@ -114,6 +115,8 @@ class Follower:
         self._hole: bool = False
         """Something is missing in it: its rest is of no use."""
         self._lost_any = False
+        self._due = False
+        """Somebody wants to know whether it is still the same engine."""
         self._refill: Sequence | None = None
         """While all that there is to replay is asked for anew: where we stood."""
         self._asked_s = self._heard_s = clock()
@@ -159,7 +162,7 @@ class Follower:
             self._lose()
             self._sequence.forget()
             return
-        self.source.suspect = True
+        self.source.suspect = self._due = True
         self._check()
 
     def start_over(self) -> None:
@@ -178,7 +181,7 @@ class Follower:
             stalled = now_s - self._heard_s >= self._replay_timeout_s or now_s - self._asked_s >= _LONGEST_REPLAY_S
             if stalled and not self.queued:
                 self._replay_failed()
-        elif self._replay is not None and now_s - self._heard_s >= self._pause_s():
+        elif self._replay is not None and (self._due or now_s - self._heard_s >= self._pause_s()):
             self._check()
 
     def work(self) -> bool:
@@ -199,11 +202,19 @@ class Follower:
     # -- batches -----------------------------------------------------------------------------------------------------------
 
     def _on_live(self, frames: list[bytes]) -> None:
-        time_s = time_of(frames[2]) if len(frames) == 3 and len(frames[1]) == 8 else None
+        number = int.from_bytes(frames[1], "big") if len(frames) == 3 and len(frames[1]) == 8 else -1
+        if number == self._sequence.next:  # nearly always
+            self._counts.live += 1
+            self._heard_s = self._clock()
+            self.source.suspect = self._due
+            time_s = self._take(Step.NEXT, number, 0.0, frames[2])
+            if time_s is not None:
+                self._on_lag(max(0.0, self._wall_clock() - time_s))
+            return
+        time_s = time_of(frames[2]) if number >= 0 else None
         if time_s is None:
             self._faulty()
             return
-        number = int.from_bytes(frames[1], "big")
         step = self._sequence.live(number, time_s)
         if step is Step.OLD:
             self._counts.old += 1
@@ -221,11 +232,10 @@ class Follower:
             step = Step.LATE if number else Step.BEGIN
         self._counts.live += 1
         self._on_lag(max(0.0, self._wall_clock() - time_s))
-        if step is Step.NEXT:
-            self.source.suspect = False
         self._take(step, number, time_s, frames[2])
 
-    def _take(self, step: Step, number: int, time_s: float, payload: bytes) -> None:
+    def _take(self, step: Step, number: int, time_s: float, payload: bytes) -> float | None:
+        """Its time, if it can be understood. ``time_s``: the same, as far as it is known already."""
         if step is Step.BEGIN:
             self.source.cleared()
         elif step is Step.LATE:
@@ -233,93 +243,85 @@ class Follower:
         elif step in (Step.GAP, Step.LOST):
             self._counts.gaps_lost += 1
             self._lose()
-        self._sequence.took(number, time_s)
         try:
-            events = self._decoder.decode(payload).events
+            batch = self._decoder.decode(payload)
         except NotABatchError:
+            self._sequence.took(number, time_s or self._sequence.last_time_s)
             self._faulty()
-            return
-        self._pieces = self._enter(events)
+            return None
+        self._sequence.took(number, batch.time_s)
+        self._pieces = self._enter(batch.events)
+        return batch.time_s
 
     def _enter(self, events: list[Event]) -> Iterator[None]:
-        """Into the holdings; it stops for breath now and then."""
+        """Into the holdings; it stops for breath now and then.
+
+        What a batch stores goes in before what it removes: an engine may have several blocks of equal content, and counts
+        decide what is left, not their order. What is said before the cache was emptied does not matter.
+        """
         counts, source = self._counts, self.source
         counts.events += len(events)
-        done = 0
+        stored: dict[int, list[BlockStored]] = {}
+        removed: dict[tuple[int, int], list[int | bytes]] = {}
         for event in events:
-            kind = type(event)
-            if kind is BlockStored:
-                assert isinstance(event, BlockStored)
-                counts.stored += len(event.block_hashes)
-                done += len(event.block_hashes)
-                try:
-                    if len(event.block_hashes) <= _PIECE_BLOCKS:
-                        self._store(event)
-                    else:
-                        for _ in self._store_long(event):
-                            yield
-                except (OverflowError, TypeError, ValueError):
-                    self._faulty()
-                    return
-            elif kind is BlockRemoved:
-                assert isinstance(event, BlockRemoved)
-                counts.removed += len(event.block_hashes)
-                done += len(event.block_hashes)
-                tier = self._tier(event.medium)
-                hashes = event.block_hashes
-                for start in range(0, len(hashes), _PIECE_BLOCKS):
-                    if start:
-                        yield
-                    if tier is not None:
-                        source.removed(hashes[start : start + _PIECE_BLOCKS], tier=tier, group=event.group_idx or 0)
+            if isinstance(event, BlockStored):
+                tier = _TIERS.get(event.medium)
+                if tier is None and (tier := self._tier(event.medium)) is None:
+                    continue
+                if tier in stored:
+                    stored[tier].append(event)
+                else:
+                    stored[tier] = [event]
+            elif isinstance(event, BlockRemoved):
+                tier = _TIERS.get(event.medium)
+                if tier is None and (tier := self._tier(event.medium)) is None:
+                    continue
+                where = (tier, event.group_idx or 0)
+                if where in removed:
+                    removed[where] += event.block_hashes
+                else:
+                    removed[where] = list(event.block_hashes)
             else:
                 counts.cleared += 1
+                stored.clear()
+                removed.clear()
                 source.cleared()
-            if done >= _PIECE_BLOCKS:
-                done = 0
+        try:
+            for tier in sorted(stored):  # what is only a hash in a slower tier has its tokens in the GPU's
+                for some in self._pieces_of(stored[tier]):
+                    source.stored_all(some, tier)
+                    yield
+        except (OverflowError, TypeError, ValueError):
+            self._faulty()
+            return
+        for (tier, group), hashes in removed.items():
+            counts.removed += len(hashes)
+            for start in range(0, len(hashes), _PIECE_BLOCKS):
+                source.removed(hashes[start : start + _PIECE_BLOCKS], tier, group)
                 yield
 
-    def _store(self, event: BlockStored) -> None:
-        tier = self._tier(event.medium)
-        if tier is not None:
-            self.source.stored(
-                event.block_hashes,
-                event.parent_block_hash,
-                event.token_ids,
-                event.block_size,
-                lora=_adapter(event),
-                extra_keys=event.extra_keys,
-                tier=tier,
-                group=event.group_idx or 0,
-                kind=event.kv_cache_spec_kind,
-            )
-
-    def _store_long(self, event: BlockStored) -> Iterator[None]:
-        tier = self._tier(event.medium)
-        if tier is None:
-            return
-        hashes, size, tokens, extras = event.block_hashes, event.block_size, event.token_ids, event.extra_keys
-        if len(tokens) != len(hashes) * size:
-            tokens = []
-        for start in range(0, len(hashes), _PIECE_BLOCKS):
-            end = start + _PIECE_BLOCKS
-            self.source.stored(
-                hashes[start:end],
-                hashes[start - 1] if start else event.parent_block_hash,
-                tokens[start * size : end * size],
-                size,
-                lora=_adapter(event),
-                extra_keys=extras[start:end] if extras else None,
-                tier=tier,
-                group=event.group_idx or 0,
-                kind=event.kv_cache_spec_kind,
-            )
-            yield
+    def _pieces_of(self, events: list[BlockStored]) -> Iterator[list[BlockStored]]:
+        """Events, and parts of long ones, in lists of so many blocks."""
+        piece: list[BlockStored] = []
+        blocks = 0
+        for event in events:
+            count = len(event.block_hashes)
+            self._counts.stored += count
+            if count > _PIECE_BLOCKS:
+                for part in _parts(event):
+                    yield [*piece, part]
+                    piece, blocks = [], 0
+                continue
+            piece.append(event)
+            blocks += count
+            if blocks >= _PIECE_BLOCKS:
+                yield piece
+                piece, blocks = [], 0
+        if piece:
+            yield piece
 
     def _tier(self, medium: str | None) -> int | None:
-        if medium is None:
-            return 0
-        tier = _TIERS.get(medium) if medium in _TIERS else _TIERS.get(medium.upper())
+        tier = _TIERS.get(medium.upper()) if medium else 0
         if tier is None:
             self._counts.other_tiers += 1
         return tier
@@ -357,6 +359,7 @@ class Follower:
         assert self._replay is not None
         self._counts.replays += 1
         self._asking, self._answered, self._progress, self._hole, self._lost_any = True, False, False, False, False
+        self._due = False
         self._asked_s = self._heard_s = self._clock()
         with suppress(zmq.ZMQError):  # nothing comes then, which counts as a failure in its time
             self._replay.send_multipart((b"", self._sequence.ask_from().to_bytes(8, "big")), zmq.NOBLOCK)
@@ -416,7 +419,7 @@ class Follower:
             self.source.cleared()
             self._sequence.next = 0
         self._refill = None
-        self.source.suspect = False
+        self.source.suspect = self._due
         if held is not None:
             number, time_s, payload = held
             again = self._sequence.live(number, time_s)
@@ -480,14 +483,21 @@ class Follower:
         socket.close(0)
 
     def _receive(self, socket: zmq.Socket[bytes]) -> list[bytes] | None:
-        try:
-            return socket.recv_multipart(zmq.NOBLOCK)
-        except zmq.Again:
-            return None
+        # Asking first is cheaper than the exception that says there is nothing.
+        return socket.recv_multipart(zmq.NOBLOCK) if socket.getsockopt(zmq.EVENTS) & zmq.POLLIN else None  # type: ignore[operator]
 
 
-def _adapter(event: BlockStored) -> str | None:
-    """The adapter's name. Before vLLM 0.11 or so there was but its number, which no prompt of ours has."""
-    if event.lora_name is not None:
-        return event.lora_name or None
-    return None if event.lora_id is None else f"\0{event.lora_id}"
+def _parts(event: BlockStored) -> Iterator[BlockStored]:
+    """An event as several."""
+    hashes, size, tokens, extras = event.block_hashes, event.block_size, event.token_ids, event.extra_keys
+    if len(tokens) != len(hashes) * size:
+        tokens = []
+    for start in range(0, len(hashes), _PIECE_BLOCKS):
+        end = start + _PIECE_BLOCKS
+        yield msgspec.structs.replace(
+            event,
+            block_hashes=hashes[start:end],
+            parent_block_hash=hashes[start - 1] if start else event.parent_block_hash,
+            token_ids=tokens[start * size : end * size],
+            extra_keys=extras[start:end] if extras else None,
+        )

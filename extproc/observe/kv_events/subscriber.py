@@ -84,7 +84,7 @@ class Subscriber:
         self._session: aiohttp.ClientSession | None = None
         self._slots = asyncio.Semaphore(_ASKED_AT_ONCE)
         self.longest_turn_s = 0.0
-        """Of the turns so far."""
+        """Of the turns so far, in processor time."""
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -95,7 +95,7 @@ class Subscriber:
             async with aiohttp.ClientSession(timeout=timeout, cookie_jar=aiohttp.DummyCookieJar()) as self._session:
                 while True:
                     self.sync()
-                    self._tick()
+                    await self._tick()
                     await asyncio.sleep(_TICK_S)
         finally:
             for address in list(self._followed):
@@ -249,8 +249,7 @@ class Subscriber:
 
     def _turn(self) -> None:
         ready = self._ready
-        began_s = time.perf_counter()
-        end_s = began_s + TURN_S
+        began_s, end_s = time.thread_time(), time.perf_counter() + TURN_S
         while ready:
             follower = ready.popleft()
             if follower.closed:
@@ -264,13 +263,16 @@ class Subscriber:
                 ready.append(follower)
             if time.perf_counter() >= end_s:
                 break
-        self.longest_turn_s = max(self.longest_turn_s, time.perf_counter() - began_s)
+        self.longest_turn_s = max(self.longest_turn_s, time.thread_time() - began_s)
         self._turn_is_due = bool(ready)
         if ready:
             asyncio.get_running_loop().call_soon(self._turn)
 
-    def _tick(self) -> None:
-        for address, followed in self._followed.items():
+    async def _tick(self) -> None:
+        for address, followed in list(self._followed.items()):
+            await asyncio.sleep(0)  # each takes a tenth of a millisecond, and there may be hundreds
+            if self._followed.get(address) is not followed:
+                continue
             for follower in followed.followers.values():
                 follower.tick()
             unknown = frozenset(name for each in followed.followers.values() for name in each.unknown)
