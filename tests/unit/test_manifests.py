@@ -231,6 +231,23 @@ def reached_by(objects: list[Object], target: dict[str, str], peer: dict[str, st
     )
 
 
+def reaches(objects: list[Object], source: dict[str, str], target: dict[str, str], port: int) -> bool:
+    """Whether a pod with the labels ``source`` may connect to one of its namespace, by the policies of egress; what goes to
+    addresses and not to pods, as to the API server, does not count."""
+    policies = [
+        each["spec"]
+        for each in objects
+        if each["kind"] == "NetworkPolicy" and each["spec"]["podSelector"]["matchLabels"].items() <= source.items()
+    ]
+    assert policies, "no policy selects it: it may connect to everything"
+    return any(
+        "podSelector" in peer and _selects(peer, target, helm.NAMESPACE) and _opens(rule.get("ports"), port)
+        for policy in policies
+        for rule in policy["egress"]
+        for peer in rule.get("to", [])
+    )
+
+
 def _selects(source: Object, labels: dict[str, str], namespace: str) -> bool:
     own = {"kubernetes.io/metadata.name": namespace}
     if "namespaceSelector" in source:
@@ -275,6 +292,41 @@ def test_side_channels_are_reached_by_workers_only(name: str) -> None:
         assert reached_by(objects, labels, *prometheus, "http")
         for nobody in (stranger, other, ({"app": "web"}, "istio-system"), ({"istio": "ingressgateway"}, "default")):
             assert not reached_by(objects, labels, *nobody, "http"), nobody
+
+
+@pytest.mark.parametrize("name", ["llama-70b-h200", "deepseek-r1-h200"])
+def test_kv_events_are_reached_by_the_filter_only_and_only_where_there_are_any(name: str) -> None:
+    gateway, prometheus = ({"istio": "ingressgateway"}, "istio-system"), ({"app": "prometheus"}, "monitoring")
+    for sets in ((), ("workerDefaults.ports.kvEvents=5557", "workers.prefill.ports.kvEventsReplay=5657")):
+        objects = template(name, sets=("gateway.kind=istio", *sets))
+        filter_ = pod(find(objects, "Deployment", "baton-filter"))["metadata"]["labels"]
+        assert baton_yaml(objects).kv_events.enabled == bool(sets), "who publishes is listened to"
+        for worker in workers(objects):
+            labels = pod(worker)["metadata"]["labels"]
+            published, replayed = (
+                int(next(each for each in container(worker)["args"] if each.startswith(f"--kv-events-{kind}=")).split("=")[1])
+                for kind in ("port", "replay-port")
+            )
+            assert bool(published) == bool(replayed) == bool(sets)
+            ranks = len([each for each in container(worker)["ports"] if each["name"].startswith("nixl-")])
+            for first in (published, replayed) if sets else (5557, 5520, 5540, 5560, 5580):
+                for port in (first, first + ranks - 1):
+                    assert reached_by(objects, labels, filter_, helm.NAMESPACE, port) == bool(sets), port
+                    assert reaches(objects, filter_, labels, port) == bool(sets), port
+                    for nobody in (gateway, prometheus, ({"app": "web"}, helm.NAMESPACE), (labels, "elsewhere")):
+                        assert not reached_by(objects, labels, *nobody, port), (nobody, port)
+
+
+def test_what_the_filter_needs_to_reach_it_may_reach_and_no_side_channel() -> None:
+    objects = template("llama-70b-h200", sets=("gateway.kind=istio", "cache.enabled=true"))
+    labels = pod(find(objects, "Deployment", "baton-filter"))["metadata"]["labels"]
+    assert reaches(objects, labels, labels, 9005), "replicas"
+    assert reaches(objects, labels, pod(find(objects, "Deployment", "baton-cache"))["metadata"]["labels"], 8080)
+    for worker in workers(objects):
+        to = pod(worker)["metadata"]["labels"]
+        assert reaches(objects, labels, to, int(environment(worker)["BATON_WORKER_PORT"]))
+        for port in (int(environment(worker)["BATON_SIDE_CHANNEL_PORT"]), 20_000, 9005):
+            assert not reaches(objects, labels, to, port), port
 
 
 def test_filter_is_reached_by_the_gateway_and_its_metrics_by_the_monitoring() -> None:

@@ -20,6 +20,9 @@ app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 {{- if not $pool.ports.sideChannel -}}
 {{- $_ := set $pool.ports "sideChannel" (ternary 5600 5640 (eq $pool.role "prefill")) -}}
 {{- end -}}
+{{- if not $pool.ports.kvEventsReplay -}}
+{{- $_ := set $pool.ports "kvEventsReplay" (ternary 5520 5540 (eq $pool.role "prefill")) -}}
+{{- end -}}
 {{- if not $pool.preStopSeconds -}}
 {{- $_ := set $pool "preStopSeconds" (ternary 10 (max 10 (div (add $pool.leaseSeconds 1) 2)) (eq $pool.role "decode")) -}}
 {{- end -}}
@@ -80,6 +83,9 @@ app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
   "secret_file" "/etc/baton-secrets/peers/secret"
   "plaintext" true) -}}
 {{- end -}}
+{{- if include "baton.eventPorts" . | fromYaml -}}
+{{- $_ := set $config "kv_events" (dict "enabled" true) -}}
+{{- end -}}
 {{- mustMergeOverwrite $config (deepCopy .Values.filter.config) | toYaml -}}
 {{- end }}
 
@@ -127,6 +133,20 @@ seccompProfile: {type: RuntimeDefault}
 {{- $ports := dict -}}
 {{- range (include "baton.pools" . | fromYaml).pools -}}
 {{- $_ := set $ports (toString (int .ports.http)) true -}}
+{{- end -}}
+{{- toYaml $ports -}}
+{{- end }}
+
+{{/* Ports at which workers say what they hold, and again what was missed: the first -> the last one, of all pools. */}}
+{{- define "baton.eventPorts" -}}
+{{- $ports := dict -}}
+{{- range (include "baton.pools" . | fromYaml).pools -}}
+{{- if .ports.kvEvents -}}
+{{- $more := sub .ranks 1 -}}
+{{- range $first := list .ports.kvEvents .ports.kvEventsReplay -}}
+{{- $_ := set $ports (toString (int $first)) (max (int (add $first $more)) (int (get $ports (toString (int $first)) | default 0))) -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 {{- toYaml $ports -}}
 {{- end }}

@@ -64,9 +64,7 @@ spec:
         - --lease={{ $pool.leaseSeconds }}
         - --drain={{ $pool.drainSeconds }}
         - --kv-events-port={{ $pool.ports.kvEvents }}
-        {{- if not $pool.ports.kvEvents }}
-        - --kv-events-replay-port=0
-        {{- end }}
+        - --kv-events-replay-port={{ ternary $pool.ports.kvEventsReplay 0 (gt (int $pool.ports.kvEvents) 0) }}
         {{- range $pool.args }}
         - {{ . | quote }}
         {{- end }}
@@ -121,6 +119,7 @@ spec:
         - {name: nixl-{{ $rank }}, containerPort: {{ add $pool.ports.sideChannel $rank }}}
         {{- if $pool.ports.kvEvents }}
         - {name: kv-events-{{ $rank }}, containerPort: {{ add $pool.ports.kvEvents $rank }}}
+        - {name: kv-replay-{{ $rank }}, containerPort: {{ add $pool.ports.kvEventsReplay $rank }}}
         {{- end }}
         {{- end }}
       # Loading a model takes minutes: until then the other two do not begin.
