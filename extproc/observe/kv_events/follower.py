@@ -484,7 +484,9 @@ class Follower:
 
     def _receive(self, socket: zmq.Socket[bytes]) -> list[bytes] | None:
         # Asking first is cheaper than the exception that says there is nothing.
-        return socket.recv_multipart(zmq.NOBLOCK) if socket.getsockopt(zmq.EVENTS) & zmq.POLLIN else None  # type: ignore[operator]
+        ready = socket.getsockopt(zmq.EVENTS)
+        assert isinstance(ready, int)
+        return socket.recv_multipart(zmq.NOBLOCK) if ready & zmq.POLLIN else None
 
 
 def _parts(event: BlockStored) -> Iterator[BlockStored]:
