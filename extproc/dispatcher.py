@@ -137,6 +137,8 @@ class Dispatcher:
             self.router.told.new_engine(endpoint.address, engine_id)
         predicted = self.router.predicted_tokens
         self.router.prefill_done(ticket, self._clock(), tokens=tokens, cached_tokens=cached_tokens)
+        if self.router.known is not None:
+            self._count_transfer(ticket)
         if cached_tokens is not None:
             metrics = self._metrics
             metrics.prefix_prompt_tokens.inc(by=ticket.job.tokens if tokens is None else tokens)
@@ -145,6 +147,14 @@ class Dispatcher:
             if ticket.check is not None and endpoint is not None:
                 self._count_check(endpoint.address, ticket.check)
         self.stir()
+
+    def _count_transfer(self, ticket: Ticket) -> None:
+        """What its decode worker will get, as far as is known."""
+        decode, hits, job = ticket.decode, ticket.hits, ticket.job
+        if decode is not None and hits is not None:
+            missing_tokens = max(0, job.tokens - hits.at_once(decode))
+            size_bytes = missing_tokens * self.router.costs.kv_bytes_per_token(job)
+            self._metrics.cache_transfer_bytes.inc(decode.address, by=size_bytes)
 
     def _count_check(self, address: str, check: Check) -> None:
         metrics, source = self._metrics, check.source

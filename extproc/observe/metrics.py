@@ -164,6 +164,12 @@ class Metrics:
             ("endpoint", "by"),
             watch="its rate against the expected one",
         )
+        self.cache_transfer_bytes = make.tally(
+            "baton_cache_transfer_expected_bytes",
+            "KV that handoffs were expected to move to a decode worker: of their prompts, what it does not hold",
+            ("endpoint",),
+            watch="its rate against that of `baton_engine_transfer_bytes_total`: more is moved where it holds less than known",
+        )
         self.cache_error_share = make.spread(
             "baton_cache_error_share",
             "How far the two are apart, as a share of the prompt",
@@ -691,6 +697,7 @@ class Metrics:
             self.engine_restarts,
             self.cache_expected_tokens,
             self.cache_found_tokens,
+            self.cache_transfer_bytes,
             self.cache_mistrusted,
         ):
             tally.forget("endpoint", endpoint)

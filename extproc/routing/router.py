@@ -526,6 +526,7 @@ class Router:
     def _claim_decode(self, ticket: Ticket, decode: Endpoint, now_s: float) -> None:
         job = ticket.job
         self._turn += 1
+        self._not_sent(ticket)
         ticket.decode = decode
         ticket.decode_claim = decode.decode.claim(
             tokens=job.tokens + self.costs.answer_tokens(job), work_s=0.0, now_s=now_s, turn=self._turn
@@ -538,6 +539,12 @@ class Router:
         ticket.decode_holds = False
         if ticket.prefill_claim is None or ticket.prefill_claim.leg is None:
             self._learn_decode(ticket, decode, now_s)
+
+    def _not_sent(self, ticket: Ticket) -> None:
+        """Its decode worker until now, if there was one, does not get the prompt after all."""
+        if self.known is not None:
+            self.known.under_way.failed(ticket.decode_sent)
+            ticket.decode_sent = None
 
     def _learn_decode(self, ticket: Ticket, decode: Endpoint, now_s: float) -> None:
         """Its decode worker holds the prompt, or computes it now: with a handoff that is so once the prefill is done."""
@@ -753,6 +760,7 @@ class Router:
                 self.told.corrected(chosen.address, job.chain)
         served = self.pool.get(address)
         if served is None or Role.DECODE not in served.roles:
+            self._not_sent(ticket)
             ticket.decode, ticket.decode_holds = None, False
             return None
         self._claim_decode(ticket, served, now_s)

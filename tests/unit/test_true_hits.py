@@ -9,6 +9,11 @@ from typing import Any
 
 import pytest
 
+from extproc.config import Models
+from extproc.dispatcher import Dispatcher
+from extproc.models import Names
+from extproc.observe.logs import make_logger
+from extproc.observe.metrics import Metrics
 from extproc.routing.explain import explain
 from extproc.routing.hits import Below
 from extproc.routing.holdings import Holdings, Tier
@@ -157,6 +162,18 @@ def test_a_prefill_that_failed_has_left_nothing() -> None:
     ticket = world.send(prompt, mode=Mode.DISAGGREGATE)
     world.router.prefill_failed(ticket, world.now_s, blame=True)
     assert world.hits(prompt) == {}
+
+
+def test_a_decode_worker_that_was_passed_over_does_not_count_as_having_the_prompt() -> None:
+    world, prompt = Told(pool_of(1, 2)), ids(1600)
+    ticket = world.send(prompt, mode=Mode.AGGREGATE)
+    assert ticket.decode is not None
+    first = ticket.decode.address
+    second = "d1" if first == "d0" else "d0"
+    assert world.hits(prompt) == {first: 1584}
+    assert world.router.served_by(ticket, second, world.now_s) is world[second]
+    world.router.answered(ticket, world.now_s, ok=True)
+    assert world.hits(prompt) == {second: 1584}
 
 
 def test_nothing_is_remembered_of_a_worker_whose_engine_is_new() -> None:
@@ -422,6 +439,32 @@ def test_the_check_says_what_was_expected_found_and_by_whose_word() -> None:
     assert ticket.check is not None
     assert (ticket.check.source, ticket.check.expected_tokens, ticket.check.found_tokens) == ("events", 800, 400)
     assert ticket.check.error_share == 0.25
+
+
+def test_what_was_expected_and_found_is_counted_by_worker_and_by_whose_word_it_was() -> None:
+    world, prompt, metrics = Told(pool_of(1, 1), kv_bytes_per_token=1_000.0), ids(1600), Metrics()
+    world.stores_blocks("p0", prompt[:800])
+    world.stores_blocks("d0", prompt[:1_200])
+    dispatcher = Dispatcher(
+        world.router,
+        names=Names(Models()),
+        metrics=metrics,
+        log=make_logger("critical"),
+        longest_request_s=1e9,
+        clock=lambda: world.now_s,
+    )
+    ticket = dispatcher.submit(world.ask(prompt, mode=Mode.DISAGGREGATE))
+    dispatcher.note(ticket, "r-1")
+    dispatcher.prefilled(ticket, tokens=1600, cached_tokens=400, engine_id="e")
+    assert metrics.cache_lookups.value("events") == 1
+    assert metrics.cache_expected_tokens.value("p0", "events") == 800
+    assert metrics.cache_found_tokens.value("p0", "events") == 400
+    assert metrics.cache_transfer_bytes.value("d0") == 400 * 1_000.0
+    dispatcher.finish(ticket)
+    ticket = dispatcher.submit(world.job(1600, mode=Mode.DISAGGREGATE))
+    dispatcher.note(ticket, "r-2")
+    dispatcher.finish(ticket)
+    assert metrics.cache_lookups.value("no_tokens") == 1
 
 
 # -- explained, and replayed -----------------------------------------------------------------------------------------------
