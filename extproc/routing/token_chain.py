@@ -77,6 +77,13 @@ class TokenChain:
             )
         return found
 
+    def beginning(self, tokens: int) -> TokenChain:
+        """The chain of its first so many tokens. Keys that are made already serve for it as well."""
+        items = [item for item in self.items if item.first_token < tokens]
+        found = TokenChain(self.token_ids[:tokens], lora=self.lora, cache_salt=self.cache_salt, items=items)
+        found._keys = {size: keys[: found.tokens // size] for size, keys in self._keys.items()}
+        return found
+
     def _extras(self, block_tokens: int) -> list[bytes]:
         """What each full block's key covers beside its tokens."""
         count = len(self.token_ids) // block_tokens

@@ -39,10 +39,14 @@ from extproc.tokens.trust import Trust
 IDS, LEARNED, TOKENIZER, WORKER, BEGINNING, NONE = "ids", "learned", "tokenizer", "worker", "learned_prefix", "none"
 """Where a chain came from."""
 
-_MEDIA: Final = (b'"image', b'"audio', b'"video', b'"input_', b'"file', b'"document', b'"prompt_embeds')
-"""In what is not all text. Inside of a JSON string none of them can stand: quotes are not plain there."""
+_MEDIA_BY_KEY: Final = (b'_url"', b'_embeds"', b'_audio"', b'image_pil"')
+"""In parts that are not text and need no type. In a text that only speaks of them, a quote has a backslash before it."""
 
-_THOUGHTS: Final = (b'"reasoning', b"think>")
+_TYPE: Final = b'"type"'
+_MEDIA_BY_TYPE: Final = (b'"image"', b'_image"', b'"file"', b'_file"', b'"document"')
+"""In other parts that are not text."""
+
+_THOUGHTS: Final = (b'"reasoning"', b'"reasoning_content"', b"think>")
 """A template may leave thoughts of earlier turns out when another turn comes."""
 
 _AT_ONCE_BYTES: Final = 256 << 10
@@ -251,7 +255,7 @@ class TokenSource:
             raise CannotError("invalid")
         wanted.key = prompt_key(request, wanted.model)
         if self._settings.learn_prefixes and not any(holds(request.body, mark) for mark in _THOUGHTS):
-            tools = holds(request.body, b'"tool')
+            tools = "tools" in request.fields or holds(request.body, b'"tool_calls"')
             wanted.larger = tools or "documents" in request.fields
             wanted.shape = Shape(request.treatment, wanted.model, tools)
         full_bytes = len(blocks) * self._prompts.block_bytes
@@ -311,10 +315,8 @@ class TokenSource:
             return
         tokens = self._memory.relied_upon(wanted.shape, wanted.beginning)
         if tokens:
-            known = wanted.beginning.earlier.chain
             wanted.whole = False
-            chain = TokenChain(known.token_ids[:tokens], lora=wanted.lora, cache_salt=wanted.salt)
-            self._found(wanted, chain, BEGINNING)
+            self._found(wanted, wanted.beginning.earlier.chain.beginning(tokens), BEGINNING)
 
     def _found(self, wanted: Wanted, chain: TokenChain, source: str) -> None:
         wanted.chain, wanted.source = chain, source
@@ -423,7 +425,9 @@ def _has_media(request: InferenceRequest) -> bool:
     if name is None or name not in request.fields:
         return False
     turns = bytes(request.fields[name])
-    return any(holds(turns, mark) for mark in _MEDIA)
+    if any(holds(turns, mark) for mark in _MEDIA_BY_KEY):
+        return True
+    return holds(turns, _TYPE) and any(holds(turns, mark) for mark in _MEDIA_BY_TYPE)
 
 
 def _chain(ids: array[int], wanted: Wanted, sizes: Sequence[int], items: Sequence[Placed] = ()) -> TokenChain:

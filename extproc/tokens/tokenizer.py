@@ -23,11 +23,17 @@ NAMED: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token",
 
 _OTHERS: Final = frozenset(
     (
-        *("gpt_oss", "cohere2", "cohere2_moe", "deepseek_v32", "deepseek_v4", "deepseek_v41", "kimi_k25", "kimi_k3", "inkling"),
-        *("kimi_audio", "terratorch"),
+        *(
+            "MoonshotKimiaForCausalLM",
+            "KimiK3ForConditionalGeneration",
+            "InklingForCausalLM",
+            "InklingForConditionalGeneration",
+        ),
+        *("DeepseekV32ForCausalLM", "DeepseekV4ForCausalLM", "DeepseekV4ForConditionalGeneration", "DeepseekV41ForCausalLM"),
+        "GptOssForCausalLM",
     )
 )
-"""``model_type`` of models whose prompts vLLM makes with code of its own, or with inputs of its own, not by template."""
+"""Architectures whose prompts vLLM makes with code of its own, not with a template (``config/model.py``)."""
 
 _MAX_FILE_BYTES: Final = 256 << 20
 
@@ -91,14 +97,15 @@ class Tokenizer:
         return found
 
     def _refuse_others(self, folder: Path) -> None:
-        if (folder / "tekken.json").exists() or (folder / "params.json").exists():
+        if any((folder / name).exists() for name in ("tekken.json", "params.json")) or any(folder.glob("tokenizer.model.v*")):
             raise FolderError(f"{folder}: the workers use Mistral's own tokenizer for it, which is not followed here")
         path = folder / "config.json"
         if not path.exists():
             return
-        kind = _json(path).get("model_type")
-        if kind in _OTHERS:
-            raise FolderError(f"{path}: prompts of {kind} are not made with a chat template")
+        config = _json(path)
+        own = _OTHERS.intersection(config.get("architectures") or ())
+        if own or config.get("model_type") == "gpt_oss":
+            raise FolderError(f"{path}: prompts of {min(own, default='gpt_oss')} are not made with a chat template")
 
     def _add_missing(self, backend: Any) -> None:
         """Tokens that only the configuration names, as transformers adds them."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from array import array
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,36 @@ def test_completions_have_the_ids_that_transformers_gives_them(tmp_path: Path, f
     assert list(ours.ids(completion("Hello"))) == tokenizer("Hello")["input_ids"]
 
 
+@pytest.fixture(scope="module")
+def mistral_v3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The vocabulary of Mistral 7B v0.3, 32,768 tokens, as a package carries it; written as a folder by transformers."""
+    import mistral_common
+    from transformers import LlamaTokenizer
+
+    made, folder = tmp_path_factory.mktemp("made"), tmp_path_factory.mktemp("mistral")
+    data = Path(mistral_common.__file__).parent / "data"
+    shutil.copy(data / "mistral_instruct_tokenizer_240323.model.v3", made / "tokenizer.model")
+    LlamaTokenizer.from_pretrained(made).save_pretrained(folder)
+    (folder / "chat_template.jinja").write_text(world.MISTRAL)
+    return folder
+
+
+def test_a_real_vocabulary_has_the_ids_that_transformers_gives_it(mistral_v3: Path) -> None:
+    """Its tokenizer is of a class that transformers builds from the vocabulary, not from tokenizer.json as it stands."""
+    ours = local(mistral_v3)
+    for name, body in CHATS.items():
+        if name != "open end":
+            expected = transformers_ids(mistral_v3, body, as_parts=False)
+            assert list(ours.ids(chat(body))) == expected, name
+
+
+@given(parts=st.lists(st.deferred(lambda: _PIECES), max_size=60))
+@settings(max_examples=60, deadline=None)
+def test_a_text_of_a_real_vocabulary_is_cut_well(mistral_v3: Path, parts: list[str]) -> None:
+    backend = _backends.setdefault("mistral v3", Tokenizer.from_file(str(mistral_v3 / "tokenizer.json")))
+    _assert_cut_well(backend, "".join(parts))
+
+
 _PIECES = st.one_of(
     st.sampled_from([*world.CHATML_TOKENS, *world.MISTRAL_TOKENS, "<|im_", "[/", "<", ">", " ", "  ", "\n", "\n\n", "\t", "▁"]),
     st.sampled_from(["the prompt", " worker's", "blocks.", "1234", "日本語", "🚂", "e\u0301", "é", "\u00a0", "'s", "x" * 40]),
@@ -148,8 +179,10 @@ _PIECES = st.one_of(
 @settings(max_examples=150, deadline=None)
 def test_a_text_cut_before_added_tokens_has_the_ids_of_the_whole(kind: str, parts: list[str]) -> None:
     """For five ways in which tokenizers treat the beginning of a text, and texts that try to look like added tokens."""
-    backend = _backend(kind)
-    text = "".join(parts)
+    _assert_cut_well(_backend(kind), "".join(parts))
+
+
+def _assert_cut_well(backend: Tokenizer, text: str) -> None:
     added = [
         Added(each.content, single_word=each.single_word, lstrip=each.lstrip, normalized=each.normalized)
         for each in backend.get_added_tokens_decoder().values()
@@ -253,6 +286,7 @@ def test_other_apis_and_long_prompts_have_no_ids(tmp_path: Path) -> None:
         ({"tokenizer_config.json": "[]"}, "an object is wanted"),
         ({"tekken.json": "{}"}, "Mistral's own tokenizer"),
         ({"config.json": '{"model_type": "gpt_oss"}'}, "gpt_oss"),
+        ({"config.json": '{"architectures": ["DeepseekV4ForCausalLM"]}'}, "DeepseekV4ForCausalLM"),
         ({"chat_template.json": '{"chat_template": "other"}'}, "a template of its own"),
         ({"chat_template.jinja": "{% for"}, "not a chat template"),
     ],

@@ -151,6 +151,38 @@ async def test_a_prompt_that_cannot_be_known_has_no_ids_and_a_reason(
         assert made.missing(reason) == 1 == made.came("none")
 
 
+@pytest.mark.parametrize("text", ['{"type": "image_url", "input_audio": 1}', "'image_url'", 'an image, a _file, "type"'])
+async def test_a_text_that_speaks_of_media_is_text(chatml: Path, text: str) -> None:
+    async with running(tokenizer(chatml)) as made:
+        parts: Any = [{"type": "text", "text": text}]
+        assert (await made.find(chat(text))).source == (await made.find(chat(parts))).source == "tokenizer"
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url", "image_url": {"url": "x"}},
+        {"image_url": "x"},
+        {"type": "input_audio", "input_audio": {"data": "x", "format": "wav"}},
+        {"type": "video_url", "video_url": {"url": "x"}},
+        {"type": "image_embeds", "image_embeds": "x"},
+        {"type": "prompt_embeds", "data": "x"},
+        {"type": "file", "file": {"file_id": "x"}},
+        {"type": "image", "source": {"type": "base64", "data": "x"}},
+        {"type": "input_image", "image_url": "x"},
+        {"type": "document", "source": {}},
+    ],
+)
+async def test_what_is_not_all_text_is_never_learned(part: dict[str, Any]) -> None:
+    """The same address may show another picture, and its tokens say nothing of it."""
+    async with running(TokenSettings()) as made:
+        for _ in range(2):
+            parts: Any = [{"type": "text", "text": "What is this?"}, part]
+            found = await made.find(chat(parts))
+            assert found.chain is None
+            await made.replied(found, [1, 2, 3])
+
+
 def test_every_reason_is_known_to_the_metric() -> None:
     """Each that the code gives, so that all of them are shown with 0 from the start."""
     calls = [re.findall(r"CannotError\(([^)]*)\)", path.read_text()) for path in Path("extproc/tokens").glob("*.py")]
@@ -445,6 +477,14 @@ def test_learning_needs_replies_with_token_ids() -> None:
         )
 
 
-def test_chains_of_equal_ids_have_equal_keys_whatever_their_source() -> None:
-    ids = array("I", range(64))
-    assert TokenChain(ids[:], cache_salt="s").keys(16) == TokenChain(ids[:], cache_salt="s").keys(16)
+@pytest.mark.parametrize("tokens", [0, 15, 16, 100, 163, 200, 500])
+def test_the_beginning_of_a_chain_has_the_keys_of_its_own_ids(tokens: int) -> None:
+    """Made from the keys of the whole, it is what it would be by itself: salt, adapter and media included."""
+    ids, items = array("I", range(200)), [Placed("one", 3, 9), Placed("two", 90, 40)]
+    whole = TokenChain(ids[:], lora="a", cache_salt="s", items=items)
+    whole.keys(16)
+    begun = whole.beginning(tokens)
+    inside = [item for item in items if item.first_token < tokens]
+    alone = TokenChain(ids[:tokens], lora="a", cache_salt="s", items=inside)
+    for size in (16, 5):
+        assert begun.keys(size) == alone.keys(size) == whole.keys(size)[: min(tokens, 200) // size]
