@@ -153,7 +153,7 @@ async def _follow(workers: int, rate: int, seconds: float) -> _Followed:
     sent, batches, _ = await asyncio.to_thread(ours.recv)
     counts = [subscriber.counts(each.address) for each in endpoints]
     until_s = time.monotonic() + _LATE_S  # on a machine that has other things to do
-    while sum(each.live for each in counts if each is not None) < batches and time.monotonic() < until_s:
+    while sum(each.live for each in counts if each is not None) < batches and time.monotonic() < until_s:  # noqa: ASYNC110
         await asyncio.sleep(0.1)
     busy_s, wall_s = time.process_time() - busy_s, sent / (rate * workers)
     ours.send("end")

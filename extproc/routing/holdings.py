@@ -187,58 +187,75 @@ class Source:
         last_group: int | None = -2
         last_tokens, last_kind = 0, ""
         holder: _Holder | None = None
-        digest, mask_ = xxhash.xxh3_64_intdigest, KEY_MASK
-        for event in events:
-            hashes, block_tokens, kind = event.block_hashes, event.block_size, event.kv_cache_spec_kind
-            if event.group_idx != last_group or block_tokens != last_tokens or kind != last_kind:
-                last_group, last_tokens, last_kind = event.group_idx, block_tokens, kind or ""
-                holder = self._holder_for(last_group or 0, kind, block_tokens)
-                if holder is not None:
-                    store, number, bit = holder.store, holder.number, holder.bit
-                    names, masks, size = store.names, store.masks[tier], store.block_tokens * TOKEN_BYTES
-            if holder is None:
-                seen.other_groups += len(hashes)
-                continue
-            parent = event.parent_block_hash
-            before: int | None
-            if parent is None:
-                before = owner.seed(_adapter(event))
-            else:
-                above = (parent if type(parent) is int else engine_hash(parent)) & mask_
-                before = names[above & LOW].get(above)
-            data: bytes | None = None
-            for place, told in enumerate(hashes):
-                name = (told if type(told) is int else engine_hash(told)) & mask_
-                shard = names[name & LOW]
-                key = shard.get(name)
-                if key is not None:
-                    store.add(name, key, number, bit, tier)
-                    before = key
+        digest, mask_, room = xxhash.xxh3_64_intdigest, KEY_MASK, owner.max_blocks - owner.blocks
+        named = fresh = 0
+        try:
+            for event in events:
+                hashes, block_tokens, kind = event.block_hashes, event.block_size, event.kv_cache_spec_kind
+                if event.group_idx != last_group or block_tokens != last_tokens or kind != last_kind:
+                    self._count(holder, tier, named, fresh)
+                    named = fresh = 0
+                    last_group, last_tokens, last_kind = event.group_idx, block_tokens, kind or ""
+                    holder = self._holder_for(last_group or 0, kind, block_tokens)
+                    if holder is not None:
+                        store, number, bit = holder.store, holder.number, holder.bit
+                        names, masks, size = store.names, store.masks[tier], store.block_tokens * TOKEN_BYTES
+                    room = owner.max_blocks - owner.blocks
+                if holder is None:
+                    seen.other_groups += len(hashes)
                     continue
-                if data is None:
-                    tokens = event.token_ids
-                    data = array("I", tokens).tobytes() if len(tokens) == len(hashes) * store.block_tokens else b""
-                if before is None or not data:
-                    seen.orphans += 1
-                    before = None
-                    continue
-                block = data[place * size : (place + 1) * size]
-                extras = event.extra_keys
-                if extras and place < len(extras) and extras[place]:
-                    block += _extras(extras[place] or (), _adapter(event))
-                before = key = digest(block, before) & mask_
-                if owner.blocks >= owner.max_blocks:
-                    owner.make_room(name)
-                shard[name] = key
-                store.blocks += 1
-                owner.blocks += 1
-                holders = masks[key & LOW]
-                if key in holders:
-                    store.add(name, key, number, bit, tier)
+                parent = event.parent_block_hash
+                before: int | None
+                if parent is None:
+                    before = owner.seed(_adapter(event))
                 else:
-                    holders[key] = bit
-                    store.counts[tier][number] += 1
-                    store.totals[tier] += 1
+                    above = (parent if type(parent) is int else engine_hash(parent)) & mask_
+                    before = names[above & LOW].get(above)
+                data: array[int] | memoryview | None = None
+                for place, told in enumerate(hashes):
+                    name = (told if type(told) is int else engine_hash(told)) & mask_
+                    shard = names[name & LOW]
+                    key = shard.get(name)
+                    if key is not None:
+                        store.add(name, key, number, bit, tier)
+                        before = key
+                        continue
+                    if data is None:
+                        data = _tokens(event, store.block_tokens)
+                    if before is None or not data:
+                        seen.orphans += 1
+                        before = None
+                        continue
+                    block = data if len(hashes) == 1 else data[place * size : (place + 1) * size]
+                    extras = event.extra_keys
+                    if extras and place < len(extras) and extras[place]:
+                        more = _extras(extras[place] or (), _adapter(event))
+                        before = key = digest(b"".join((block, more)), before) & mask_
+                    else:
+                        before = key = digest(block, before) & mask_
+                    if named >= room:
+                        self._count(holder, tier, named, fresh)
+                        named = fresh = 0
+                        owner.make_room(name)
+                        room = max(1, owner.max_blocks - owner.blocks)
+                    shard[name] = key
+                    named += 1
+                    holders = masks[key & LOW]
+                    if key in holders:
+                        store.add(name, key, number, bit, tier)
+                    else:
+                        holders[key] = bit
+                        fresh += 1
+        finally:
+            self._count(holder, tier, named, fresh)
+
+    def _count(self, holder: _Holder | None, tier: int, named: int, fresh: int) -> None:
+        """So many blocks have got names, and so many are held that nobody held before."""
+        if holder is not None and (named or fresh):
+            holder.store.blocks += named
+            self._owner.blocks += named
+            holder.store.counts[tier][holder.number] += fresh
+            holder.store.totals[tier] += fresh
 
     def removed(self, hashes: Iterable[int | bytes], tier: int = 0, group: int = 0) -> None:
         """Blocks left a tier."""
@@ -548,6 +565,15 @@ def _blocks(store: Store) -> int:
 
 def _total(held: Held) -> tuple[int, int, int]:
     return held.tokens, held.gpu, -held.rank
+
+
+def _tokens(event: StoredBlocks, block_tokens: int) -> array[int] | memoryview:
+    """Its token ids: as they are for one block, else as bytes; empty where they are not those of its blocks."""
+    tokens, count = event.token_ids, len(event.block_hashes)
+    if len(tokens) != count * block_tokens:
+        return array("I")
+    ids = array("I", tokens)
+    return ids if count == 1 else memoryview(ids).cast("B")
 
 
 def _adapter(event: StoredBlocks) -> str | None:

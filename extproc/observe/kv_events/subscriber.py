@@ -30,6 +30,8 @@ TURN_S = 0.0005
 """So long a turn may take, and one piece of work more."""
 
 _TICK_S = 0.5
+_TOLD_EVERY = 4
+"""Metrics follow every so many ticks."""
 _ASK_TIMEOUT_S = 5.0
 _ASKED_AT_ONCE = 16
 _LONGEST_PAUSE_S = 60.0
@@ -80,6 +82,7 @@ class Subscriber:
         self._ready: deque[Follower] = deque()
         self._turn_is_due = False
         self._tidying = False
+        self._ticks = 0
         self._context: zmq.Context[Any] | None = None
         self._session: aiohttp.ClientSession | None = None
         self._slots = asyncio.Semaphore(_ASKED_AT_ONCE)
@@ -269,6 +272,8 @@ class Subscriber:
             asyncio.get_running_loop().call_soon(self._turn)
 
     async def _tick(self) -> None:
+        self._ticks += 1
+        told = self._ticks % _TOLD_EVERY == 1
         for address, followed in list(self._followed.items()):
             await asyncio.sleep(0)  # each takes a tenth of a millisecond, and there may be hundreds
             if self._followed.get(address) is not followed:
@@ -279,8 +284,10 @@ class Subscriber:
             if unknown - followed.unknown:
                 self._log.warning("kv_events_unknown", endpoint=address, names=sorted(unknown - followed.unknown))
                 followed.unknown |= unknown
-            self._report.tell(address, followed.counts, len(followed.followers), unknown_names(followed.followers))
-        self._report.index()
+            if told:
+                self._report.tell(address, followed.counts, len(followed.followers), unknown_names(followed.followers))
+        if told:
+            self._report.index()
         if self.holdings.untidy and not self._tidying:
             self._tidying = True
             asyncio.get_running_loop().call_soon(self._tidy)
