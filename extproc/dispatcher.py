@@ -160,6 +160,8 @@ class Dispatcher:
         metrics, source = self._metrics, check.source
         metrics.cache_expected_tokens.inc(address, source, by=check.expected_tokens)
         metrics.cache_found_tokens.inc(address, source, by=check.found_tokens)
+        if check.stored_tokens:
+            metrics.cache_stored_tokens.inc(address, by=check.stored_tokens)
         metrics.cache_error_share.observe(check.error_share, source)
         mistrusted = self.router.known.truth.mistrusted if self.router.known is not None else 0
         if mistrusted > self._mistrusted:

@@ -164,6 +164,12 @@ class Metrics:
             ("endpoint", "by"),
             watch="its rate against the expected one",
         )
+        self.cache_stored_tokens = make.tally(
+            "baton_cache_stored_expected_tokens",
+            "Prompt tokens expected in the cache server of the prefill worker, whatever its own caches hold besides",
+            ("endpoint",),
+            watch="its rate against that of `baton_cache_server_hit_tokens_total`, over the workers of a server",
+        )
         self.cache_transfer_bytes = make.tally(
             "baton_cache_transfer_expected_bytes",
             "KV that handoffs were expected to move to a decode worker: of their prompts, what it does not hold",
@@ -697,6 +703,7 @@ class Metrics:
             self.engine_restarts,
             self.cache_expected_tokens,
             self.cache_found_tokens,
+            self.cache_stored_tokens,
             self.cache_transfer_bytes,
             self.cache_mistrusted,
         ):

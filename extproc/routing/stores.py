@@ -55,6 +55,14 @@ class Stores:
         if server is not None:
             self._index.correct(server, Chain(chain.keys(self.chunk_tokens), 1.0), tokens // self.chunk_tokens)
 
+    def held(self, endpoint: Endpoint, chain: TokenChain, told: Mapping[str, int] | None) -> int:
+        """Leading tokens in the server of one worker. ``told`` as in :meth:`lookup`."""
+        server = self.server_of(endpoint)
+        if server is None:
+            return 0
+        found = self.lookup(chain, told)
+        return found.get(server, found.get(EVERYONE, 0))
+
     def lookup(self, chain: TokenChain, told: Mapping[str, int] | None) -> Mapping[str, int]:
         """Server -> leading tokens. ``told``: what a directory says, if it was asked."""
         if told is not None:

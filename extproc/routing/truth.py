@@ -26,6 +26,8 @@ class Check(NamedTuple):
     prompt_tokens: int
     expected_tokens: int
     found_tokens: int
+    stored_tokens: int = 0
+    """Expected in its cache server, whatever its own caches hold besides."""
 
     @property
     def error_share(self) -> float:
