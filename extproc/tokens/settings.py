@@ -44,7 +44,7 @@ class TokenSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     max_waiting: int = 64
     """Prompts that may wait for a thread or for workers' answers; more go on without."""
     cache_bytes: int = 256 << 20
-    """All that is kept: learned ids, and pieces of texts with theirs. The least recently used go first."""
+    """All that a process keeps: learned ids, and pieces of texts with theirs. The least recently used go first."""
     keep_s: float = 3600.0
     """Learned ids are used for so long: a template may write the date."""
 

@@ -7,6 +7,8 @@ import io
 import itertools
 import json
 import re
+import subprocess
+import sys
 import threading
 from array import array
 from collections.abc import AsyncIterator, Callable
@@ -447,6 +449,13 @@ async def test_the_tokenizer_goes_before_workers_and_workers_stand_in_for_it(cha
     async with worker, running(tokenizer(chatml, ask_workers="render"), [worker.address]) as made:
         assert (await made.find(chat())).source == "tokenizer" and not worker.received
         assert (await made.find(chat(a_field_of_tomorrow=1))).source == "worker"
+
+
+def test_libraries_that_only_tokenizers_need_are_not_loaded_without_one() -> None:
+    """The filter's image does not have them."""
+    code = "import sys, extproc.server; print(sorted({'tokenizers', 'jinja2', 'transformers'} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "[]"
 
 
 # -- configuration ------------------------------------------------------------------------------------------------------------
