@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from itertools import islice
 
 from extproc.routing import health
 from extproc.routing.cost import Costs
@@ -32,6 +33,9 @@ from extproc.routing.weighing import Weighed
 
 _TICK_S = 0.2
 """While prompts wait, the queue is looked at so often, whatever happens: reports grow stale, pauses of workers end."""
+
+_LOOKED_UP, _LOOK_UP_S = 4, 0.05
+"""Of the prompts that wait so many at most are looked up again at a time, so often: each takes up to a millisecond or two."""
 
 _RETRY_AFTER_MAX_S = 60.0
 
@@ -83,6 +87,8 @@ class Router:
         self._changed: list[Ticket] = []
         self._settled = True
         self._last_poll_s = 0.0
+        self._looked_up_s = -math.inf
+        """When prompts that wait were last looked up again."""
         self._resize_all()
 
     # -- what the world says -----------------------------------------------------------------------------------------------
@@ -316,6 +322,8 @@ class Router:
         self.scales.forget()
         self.scales.now_s = now_s
         changed = self._changed
+        if self.known is not None and len(self.queue):
+            self._look_up_again(now_s)
         for waiting in self.queue.due(now_s):
             ticket = self._left(waiting)
             waited_s = now_s - waiting.came_s
@@ -338,6 +346,17 @@ class Router:
         self._advance(now_s)
         self._last_poll_s, self._changed = now_s, []
         return changed
+
+    def _look_up_again(self, now_s: float) -> None:
+        """What workers say they hold changes while prompts wait, for instance for a worker that holds them no more."""
+        if now_s - self._looked_up_s < _LOOK_UP_S:
+            return
+        self._looked_up_s, left = now_s, _LOOKED_UP
+        for ticket in islice(self._tickets.values(), self.settings.window):
+            if self.scales.looked_up_again(ticket, now_s):
+                left -= 1
+                if not left:
+                    break
 
     def next_wake_s(self) -> float | None:
         """When to poll again if nothing happens before."""

@@ -35,7 +35,7 @@ _MODELS = 256
 """For so many it is known how fast prompts come."""
 
 STALE_HITS_S = 0.5
-"""What a worker's events said of a prompt that waits is looked up again after so long, before it is placed by that."""
+"""What a worker's events said of a prompt that waits is looked up again after so long."""
 
 _WEIGHED_AGAIN_S = 0.1
 """A prompt that waits is weighed so often although nothing has happened to the workers it may go to."""
@@ -309,7 +309,7 @@ class Scales:
         """Whether what workers said of the prompt is so old that it is to be asked again; it is forgotten then."""
         if self.known is None or ticket.job.token_chain is None or now_s - ticket.hits_s < STALE_HITS_S:
             return False
-        ticket.hits = None
+        ticket.hits = ticket.warmest = ticket.stuck = None
         return True
 
     def hits(self, ticket: Ticket) -> Hits:

@@ -269,7 +269,7 @@ def test_whoever_gives_the_router_more_to_know_meets_this_test() -> None:
         *("pool", "settings", "index", "costs", "picker", "queue", "predicted_tokens", "reported_tokens", "_turn", "_tickets"),
         *("_heads", "_in_flight", "_impatient", "_changed", "_last_poll_s", "_settled", "scales"),
         # Claims of others are in the ledger, their open requests in those of the snapshot; what is left is milliseconds.
-        *("told", "others", "_yielding_s", "_ours_from_s", "_freed_s"),
+        *("told", "others", "_yielding_s", "_ours_from_s", "_freed_s", "_looked_up_s"),
         "known",  # millions of blocks of what workers say: a snapshot has what they said of the prompts that wait
     }
     assert set(vars(router.picker)) <= {

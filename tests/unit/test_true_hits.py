@@ -211,6 +211,21 @@ def test_what_another_router_placed_counts_until_the_events_of_it_must_have_come
     assert world.hits(prompt, text="conversation") == {}
 
 
+def test_a_prompt_does_not_wait_on_for_a_worker_that_holds_it_no_more() -> None:
+    world, prompt = Told(pool_of(2, 1)), ids(16_000)
+    world.stores_blocks("p0", prompt)
+    for number in range(2):
+        world["p0"].prefill.claim(tokens=20_000, work_s=1.0, now_s=world.now_s, turn=number)
+    waits = world.send(prompt, mode=Mode.DISAGGREGATE)
+    assert waits.decision is None, "p0 is worth waiting for, although p1 has nothing to do"
+    world.wait(0.6)
+    assert waits.decision is None
+    world.evicts("p0", prompt)
+    world.wait(0.6)
+    assert waits.decision is not None
+    assert waits.decision.prefill == "p1"
+
+
 # -- tiers -----------------------------------------------------------------------------------------------------------------
 
 
