@@ -13,6 +13,7 @@ import aiohttp
 import psutil
 import pytest
 
+from extproc import envoy_config
 from tests.stack.fake_worker import begun_until, when
 from tests.stack.harness import READY_S, Stack
 from tests.stack.test_errors import PROMPT
@@ -22,6 +23,8 @@ SMUGGLED = b'{"model":"m","prompt":"a","kv_transfer_params":{"do_remote_prefill"
 REFUSED = (503, "filter_unavailable")
 SERVED, CUT = (200, "whole"), (200, "cut")
 WAYS = [(down, mode) for down in ("refuse", "round_robin") for mode in ("buffered", "full_duplex", "full_duplex_both")]
+SLOW_S = 3.0
+"""How long the filter may wait for a prefill, where Envoy waits a second."""
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -96,6 +99,36 @@ async def test_a_request_that_the_filter_holds_when_it_dies_and_those_after_it(d
         for received in stack.decode_received:
             assert not {"x-gateway-destination-endpoint", "x-baton-filter-down", "x-kv-transfer"} & received.headers.keys()
         gate.set()
+
+
+@pytest.mark.parametrize(("down", "mode"), WAYS)
+async def test_a_request_that_the_filter_holds_for_longer_than_envoy_waits(
+    down: str, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The filter lives, so there is only Envoy's patience, which is longer than the filter's in real life. With bodies in
+    pieces it has none, and the filter's own limit ends it."""
+    monkeypatch.setattr(envoy_config, "_EXTPROC_SLACK_S", 1.0 - SLOW_S)
+    opens = down == "round_robin"
+    settings = {"envoy": {"filter_down": down, "body_mode": mode}, "prefill": {"timeout_s": SLOW_S}}
+    async with Stack(prefill=1, decode=2, settings=settings) as stack:
+        gate = asyncio.Event()
+        for body in (PROMPT, SMUGGLED):
+            stack.reset()
+            stack.prefill[0].answer = when(gate)
+            seen = await ask(stack, body)
+            late = REFUSED if mode == "buffered" else (504, "prefill_timeout")
+            served = opens and mode == "buffered" and body is PROMPT
+            assert seen == (SERVED if served else late)
+            assert [received.body for received in stack.decode_received] == ([PROMPT] if served else [])
+            for received in stack.decode_received:
+                assert not {"x-gateway-destination-endpoint", "x-baton-filter-down", "x-kv-transfer"} & received.headers.keys()
+        async with asyncio.timeout(10):  # and the filter holds nothing for a client that has gone
+            while (await stack.metrics())["baton_streams"]:
+                await asyncio.sleep(0.02)
+        gate.set()
+        stack.reset()
+        assert await ask(stack) == SERVED
+        assert stack.decode_received[0].headers["x-gateway-destination-endpoint"], "by the filter's choice again"
 
 
 @pytest.mark.parametrize(("down", "mode"), WAYS)

@@ -24,6 +24,8 @@ from extproc.envoy_config import build
 from extproc.stack import envoy_command, filter_command, find_envoy
 from tests.stack.fake_worker import FakeWorker, decode_answer, prefill_answer
 from tests.stack.harness import READY_S, TRANSPORT
+from tests.stack.mesh import envoy_gateway
+from tests.stack.mesh.bootstrap import quantity
 from tests.stack.route_rules import EXT_PROC, documents, of_http_route, of_virtual_service, with_filter_patches
 from tests.stack.test_errors import error_of
 from workers.process import Child
@@ -277,20 +279,34 @@ def picker(mesh: Mesh) -> Any:
     return made
 
 
-@pytest.mark.parametrize("streams", [False, True], ids=["as the file says", "full_duplex"])
-async def test_inference_pools_by_model_the_route_is_chosen_from_the_body_before_the_picker_is_asked(streams: bool) -> None:
+def reader_of(how: str) -> tuple[Any, int]:
+    """The filter that reads the model, and how large a body may be for it, both as the files say."""
+    if how == "envoy gateway":
+        (policy,) = documents("gateway/routes/body-based-routing.yaml", "EnvoyExtensionPolicy")
+        (client,) = documents("gateway/routes/body-based-routing.yaml", "ClientTrafficPolicy")
+        (processor,) = policy["spec"]["extProc"]
+        assert processor["backendRefs"] == [{"name": "baton-routes", "port": 9002}]
+        name = f"{EXT_PROC}/envoyextensionpolicy/inference/{policy['metadata']['name']}/extproc/0"
+        made = {"name": name, "typed_config": envoy_gateway.ext_proc(processor, "baton-routes")}
+        return made, quantity(client["spec"]["connection"]["bufferLimit"])
+    first, second = documents("istio/routes/body-based-routing.yaml", "EnvoyFilter")[0]["spec"]["configPatches"]
+    whole = json.dumps(first["patch"]["value"])
+    made = json.loads(whole.replace("outbound|9002||baton-routes.inference.svc.cluster.local", "baton-routes"))
+    if how == "full duplex":  # as the pickers' own filter: two in a row
+        without = {"response_header_mode": "SKIP", "response_body_mode": "NONE", "response_trailer_mode": "SKIP"}
+        made["typed_config"]["processing_mode"] = {**FULL_DUPLEX, **without}
+    assert second["applyTo"] == "HTTP_ROUTE" and second["patch"]["operation"] == "MERGE"
+    ((field, bytes_),) = second["patch"]["value"].items()
+    assert field == "request_body_buffer_limit"
+    return made, bytes_
+
+
+@pytest.mark.parametrize("how", ["istio", "full duplex", "envoy gateway"])
+async def test_inference_pools_by_model_the_route_is_chosen_from_the_body_before_the_picker_is_asked(how: str) -> None:
     async with Mesh(Pool("llama", "llama-7b"), Pool("qwen", "qwen")) as mesh:
         await mesh.baton("llama", ["llama"])
         await mesh.baton("qwen", ["qwen"])
-        (first,) = documents("istio/routes/body-based-routing.yaml", "EnvoyFilter")[0]["spec"]["configPatches"][:1]
-        reader = json.loads(
-            json.dumps(first["patch"]["value"]).replace(
-                "outbound|9002||baton-routes.inference.svc.cluster.local", "baton-routes"
-            )
-        )
-        if streams:  # as the pickers' own filter: two in a row
-            without = {"response_header_mode": "SKIP", "response_body_mode": "NONE", "response_trailer_mode": "SKIP"}
-            reader["typed_config"]["processing_mode"] = {**FULL_DUPLEX, **without}
+        reader, largest_bytes = reader_of(how)
         pickers = picker(mesh)
         await mesh.baton(
             "routes",
@@ -304,6 +320,7 @@ async def test_inference_pools_by_model_the_route_is_chosen_from_the_body_before
         routes = of_http_route(document, said)
         for route in routes:
             route["route"]["cluster"] = f"decode-{route['route']['cluster']}"
+            route["request_body_buffer_limit"] = largest_bytes
         mesh._clusters.append({"name": "baton-of-no-pool", "connect_timeout": "1s"})
         await mesh.envoy(routes, reader, pickers)
         await still_there(mesh)

@@ -59,7 +59,7 @@ def configuration(objects: list[dict[str, Any]], services: Services, ports: Port
             },
         }
     ]
-    made = {"name": filter_name, "disabled": True, "typed_config": _ext_proc(processor, extproc)}
+    made = {"name": filter_name, "disabled": True, "typed_config": ext_proc(processor, extproc)}
     if in_route:
         chain = {"filters": [{"name": "envoy.filters.http.ext_proc/0", "typed_config": made["typed_config"]}]}
         kind = f"{_EXTENSIONS}.filters.http.filter_chain.v3.FilterChainConfig"
@@ -140,7 +140,8 @@ def _listener(
     )
 
 
-def _ext_proc(processor: dict[str, Any], cluster: str) -> dict[str, Any]:
+def ext_proc(processor: dict[str, Any], cluster: str) -> dict[str, Any]:
+    """The filter of one entry of a policy's `extProc`, for the server behind ``cluster``."""
     processor = dict(processor)
     mode = dict.fromkeys(("request_header_mode", "response_header_mode"), "SKIP")
     mode |= dict.fromkeys(("request_body_mode", "response_body_mode"), "NONE")
@@ -152,7 +153,8 @@ def _ext_proc(processor: dict[str, Any], cluster: str) -> dict[str, Any]:
         mode[f"{side}_body_mode"] = _BODY_MODES[settings["body"]]
         if settings["body"] == "FullDuplexStreamed":
             mode[f"{side}_trailer_mode"] = "SEND"
-    metadata, retry = processor.pop("metadata"), processor.pop("backendSettings")["retry"]
+    metadata = processor.pop("metadata", {})
+    retry = processor.pop("backendSettings", {}).get("retry")
     fail_open, message_timeout = processor.pop("failOpen", False), processor.pop("messageTimeout", "0.2s")
     # The rule of its CRD.
     assert not (fail_open and "FullDuplexStreamed" in {settings["body"] for settings in wanted.values()})
@@ -163,16 +165,20 @@ def _ext_proc(processor: dict[str, Any], cluster: str) -> dict[str, Any]:
         "grpc_service": {
             "envoy_grpc": {"cluster_name": cluster, "authority": "baton-filter.inference:9002"},
             "timeout": "10s",
-            "retry_policy": {"num_retries": retry["numRetries"], "retry_on": ",".join(retry["retryOn"]["triggers"])},
+            **({} if retry is None else {"retry_policy": _retries(retry)}),
         },
         "message_timeout": message_timeout,
         "processing_mode": mode,
         "allow_mode_override": allow_override,
         "metadata_options": {
-            "forwarding_namespaces": {"untyped": metadata["accessibleNamespaces"]},
-            "receiving_namespaces": {"untyped": metadata["writableNamespaces"]},
+            "forwarding_namespaces": {"untyped": metadata.get("accessibleNamespaces", [])},
+            "receiving_namespaces": {"untyped": metadata.get("writableNamespaces", [])},
         },
     }
+
+
+def _retries(retry: dict[str, Any]) -> dict[str, Any]:
+    return {"num_retries": retry["numRetries"], "retry_on": ",".join(retry["retryOn"]["triggers"])}
 
 
 def _action(cluster: str, rule: dict[str, Any], backend: dict[str, Any]) -> dict[str, Any]:

@@ -45,7 +45,7 @@ def gateway(objects: list[dict[str, Any]], services: Services) -> Proxy:
     )
     for service, ports in services.items():
         for port, addresses in ports.items():
-            proxy.clusters.append(_cluster(service, port, addresses, rules.get(f"{service}.svc.cluster.local", {})))
+            proxy.clusters.append(cluster(service, port, addresses, rules.get(f"{service}.svc.cluster.local", {})))
     proxy.listeners.append(_listener())
     return proxy
 
@@ -146,7 +146,8 @@ def _listener() -> Any:
     )
 
 
-def _cluster(service: str, port: int, addresses: list[str], policy: dict[str, Any]) -> Any:
+def cluster(service: str, port: int, addresses: list[str], policy: dict[str, Any]) -> Any:
+    """That of a port of a Service (``name.namespace``), by the ``trafficPolicy`` of its DestinationRule."""
     pool = policy.get("connectionPool", {})
     tcp, http = pool.get("tcp", {}), pool.get("http", {})
     grpc = port == 9002  # by the Service's appProtocol
