@@ -13,7 +13,7 @@ from itertools import islice
 
 from extproc.routing.token_chain import KEY_MASK
 
-SHARDS = 1024
+SHARDS = 4096
 LOW = SHARDS - 1
 TIERS = 4
 
@@ -87,9 +87,13 @@ class Store:
                         else:
                             del shard[key]
         else:
-            names = self.names[place]
+            names, used = self.names[place], [each for tier, each in enumerate(self.masks) if self.totals[tier]]
             for name, key in list(names.items()):
-                if not self._somewhere(key):
+                at = key & LOW
+                for masks in used:
+                    if key in masks[at]:
+                        break
+                else:
                     del names[name]
                     self.blocks -= 1
         self._cursor += 1
@@ -186,9 +190,11 @@ class Store:
         return bool(self.masks[tier][key & LOW].get(key, 0) & 1 << number)
 
     def make_room(self, engine_hash: int) -> int:
-        """Forget the oldest blocks of the shard that this one belongs to, whoever holds them: how many entries went."""
-        names = self.names[engine_hash & LOW]
-        gone = 0
+        """Forget the oldest blocks of the shard that this one belongs to, or the next one that has any, whoever holds them: how
+        many entries went.
+        """
+        gone, start = 0, engine_hash & LOW
+        names = next((each for at in range(SHARDS) if (each := self.names[(start + at) & LOW])), {})
         for name in list(islice(names, max(1, len(names) // _OLD_SHARE))):
             key = names.pop(name)
             self.blocks -= 1
@@ -221,9 +227,6 @@ class Store:
         repeats = self.repeats.get(number)
         if repeats:
             repeats.pop(key * TIERS + tier, None)
-
-    def _somewhere(self, key: int) -> bool:
-        return any(key in masks[key & LOW] for masks in self.masks)
 
 
 def bits(mask: int) -> Iterator[int]:

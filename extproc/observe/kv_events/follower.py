@@ -370,7 +370,7 @@ class Follower:
         frames = self._receive(self._replay)
         if frames is None:
             # What is published waits, but its descriptor must not say so all the time.
-            self._subscription.getsockopt(zmq.EVENTS)
+            self._subscription.get(zmq.EVENTS)
             return False
         self._heard_s = self._clock()
         if len(frames) != 4 or len(frames[2]) != 8:
@@ -484,7 +484,7 @@ class Follower:
 
     def _receive(self, socket: zmq.Socket[bytes]) -> list[bytes] | None:
         # Asking first is cheaper than the exception that says there is nothing.
-        ready = socket.getsockopt(zmq.EVENTS)
+        ready = socket.get(zmq.EVENTS)
         assert isinstance(ready, int)
         return socket.recv_multipart(zmq.NOBLOCK) if ready & zmq.POLLIN else None
 

@@ -293,7 +293,9 @@ class Subscriber:
             asyncio.get_running_loop().call_soon(self._tidy)
 
     def _tidy(self) -> None:
-        self.holdings.tidy()
+        end_s = time.perf_counter() + TURN_S
+        while self.holdings.untidy and time.perf_counter() < end_s:
+            self.holdings.tidy()
         self._tidying = self.holdings.untidy
         if self._tidying:
             asyncio.get_running_loop().call_later(_TIDY_EVERY_S, self._tidy)
