@@ -391,6 +391,14 @@ class Holdings:
         """The same for one endpoint."""
         return self.lookup(chain).get(address) if address in self._sources else None
 
+    def holds(self, address: str, key: int, block_tokens: int) -> bool:
+        """Whether an engine of an endpoint says that it holds this block, in any tier."""
+        return any(
+            each.store.block_tokens == block_tokens and any(each.store.holds(key, each.number, tier.number) for tier in _TIERS)
+            for source in self.sources(address)
+            for each in source.holders()
+        )
+
     def in_step(self, address: str) -> bool:
         """Whether all that an endpoint holds is known."""
         sources = self._sources.get(address)

@@ -1,8 +1,8 @@
 """Prompts that were sent to workers whose events tell what they hold, and have not told of these yet. Pure.
 
-A prompt counts as held from the moment it is placed, or a burst of equal prompts would go to as many workers. That ends
-:data:`PATIENCE_S` after the worker has answered: by then its events have come, and only its own word counts. Where they come
-before that, they say the same.
+A prompt counts as held from the moment it is placed, or a burst of equal prompts would go to as many workers. That ends when
+the worker has answered and its events tell of the prompt, mostly at once, and :data:`PATIENCE_S` after the answer in any case:
+from then on only its own word counts, for it may have driven the prompt out since.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from extproc.routing.holdings import Holdings
 from extproc.routing.prefix import Chain
 from extproc.routing.token_chain import TokenChain
 
-PATIENCE_S = 2.0
+PATIENCE_S = 0.5
 """After a worker's answer its events have come, or will not."""
 
 _ELSEWHERE_S = 10.0
@@ -86,6 +86,9 @@ class UnderWay:
         """The worker is through with it: its events are on their way, or here."""
         if sent is not None and sent in self._open:
             del self._open[sent]
+            if self._holdings.holds(sent.address, sent.keys[-1], sent.block_tokens):
+                self._drop(sent)
+                return
             sent.until_s = min(sent.until_s, now_s + PATIENCE_S)
             self._answered.append(sent)
 
