@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from datetime import timedelta
 from typing import Any
 
 import aiohttp
@@ -16,6 +17,7 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 
+from extproc import envoy_config
 from extproc.admin_site import AdminSite
 from extproc.config import Address
 from tests.stack.harness import BODY_MODE, Stack
@@ -53,6 +55,16 @@ async def test_headers_are_bounded_by_envoy(stack: Stack, fields: list[tuple[str
     answer = await http1(port_of(stack), request(fields, path))
     assert answer.startswith(b"HTTP/1.1 431 ") if BODY_MODE == "buffered" else answer == b""
     assert not [record for worker in (*stack.prefill, *stack.decode) for record in worker.received]
+
+
+async def test_headers_that_do_not_come_to_an_end_are_given_up_by_envoy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection that says a header now and then, and a request that stops in the middle of one."""
+    monkeypatch.setattr(envoy_config, "_HEADERS_TIMEOUT", timedelta(seconds=1))
+    async with Stack(decode=1) as stack:
+        for begun in (b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n", b"GET /v1/models HTTP/1.1\r\nhos"):
+            answer = await http1(port_of(stack), begun)
+            assert answer.startswith(b"HTTP/1.1 408 ") and b'"code":"timeout"' in answer.replace(b": ", b":"), answer
+        assert (await http1(port_of(stack), request([])))[9:12] == b"200"
 
 
 async def test_streams_of_one_http2_connection_are_bounded(stack: Stack) -> None:
