@@ -75,6 +75,9 @@ def up(
     processes: Annotated[int, typer.Option(help="Processes of the filter, one core each.")] = 1,
     block_size: Annotated[int, typer.Option(help="Tokens in a KV block.")] = 128,
     max_model_len: Annotated[int | None, typer.Option(help="Longest prompt and answer, in tokens.")] = None,
+    kv_events: Annotated[
+        bool, typer.Option(help="Workers publish what their caches hold, and the filter goes by it; no: it predicts.")
+    ] = True,
     start_timeout: Annotated[float, typer.Option(help="Seconds that the parts may take to get ready.")] = 600.0,
     once: Annotated[bool, typer.Option("--once", help="Leave after the first answer, or when the topology is up.")] = False,
     topology: Annotated[
@@ -91,7 +94,8 @@ def up(
     if topology is not None:
         from extproc.topology_run import TopologyOptions, run_topology
 
-        for name in ("prefill", "decode", "model", "engine", "host", "port", "processes", "block_size", "max_model_len"):
+        engines = ("prefill", "decode", "model", "engine", "block_size", "max_model_len", "kv_events")
+        for name in (*engines, "host", "port", "processes"):
             source = ctx.get_parameter_source(name)
             if source is not None and source.name == "COMMANDLINE":
                 raise _fail(f"--{name.replace('_', '-')} does not go with --topology: the file says it")
@@ -120,6 +124,7 @@ def up(
                 decode=decode,
                 model=model,
                 engine=engine,
+                kv_events=kv_events,
                 host=host,
                 port=port,
                 processes=processes,

@@ -12,8 +12,10 @@ from ruamel.yaml import YAML
 
 from extproc import envoy_tls, envoy_yaml, xds
 from extproc.config import Config, Drain, Envoy, Handoff, Prefill, Workers
+from extproc.observe.kv_events.settings import KvEvents
 from extproc.policy_config import PolicyRule
 from extproc.routing.job import Mode
+from extproc.tokens.settings import TokenSettings
 from workers.process import Child
 from workers.ready import PartError, check_alive
 
@@ -45,8 +47,14 @@ def stack_config(
     envoy_admin: str,
     lease_s: float = 30.0,
     processes: int = 1,
+    kv_events: bool = False,
+    tokens: TokenSettings | None = None,
 ) -> Config:
-    """The filter's configuration with every socket in ``run_dir``. Raises ConfigError, also if that path is too long."""
+    """The filter's configuration with every socket in ``run_dir``. Raises ConfigError, also if that path is too long.
+
+    ``kv_events``: the workers are asked where they publish what their caches hold; ``tokens``: how prompts are compared with
+    it.
+    """
     return Config(
         workers=Workers(prefill=prefill, decode=decode),
         listen=f"unix:{run_dir}/extproc.sock",
@@ -56,6 +64,8 @@ def stack_config(
         # The first question is a short one, which would not be worth a handoff; and it is there to show one.
         policies=[PolicyRule(name="demo", mode=Mode.DISAGGREGATE)],
         handoff=Handoff(lease_s=lease_s),
+        kv_events=KvEvents(enabled=kv_events),
+        tokens=tokens,
         # Nobody rolls this out: when it is to stop, it stops.
         drain=Drain(delay_s=0, timeout_s=2.0),
         envoy=Envoy(listen=listen, admin=envoy_admin, eds_dir=f"{run_dir}/eds", debug_headers=True),

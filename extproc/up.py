@@ -41,6 +41,7 @@ from extproc.stack import (
     stack_config,
     write_configs,
 )
+from extproc.tokens.settings import ModelTokenizer, TokenSettings
 from workers import cores, model, vllm
 from workers.process import Child, stop_all
 from workers.ready import PartError, answers, free_ports, port_fault
@@ -83,6 +84,8 @@ class UpOptions:
     """Converted models. None: the user's cache."""
     block_size_tokens: int = 128
     max_model_len_tokens: int | None = None
+    kv_events: bool = True
+    """The workers publish what their caches hold, and the filter goes by it; without pyzmq they do not."""
     once: bool = False
     """Leave after the first answer."""
     start_timeout_s: float = 600.0
@@ -199,7 +202,8 @@ def _start(options: UpOptions, envoy: Path, run_dir: Path, console: Console, par
     if options.model == model.SMOLLM2 and not simulated:
         console.print("Preparing the model (converted once, which takes about half a minute) …")
     source = options.model if simulated else model.resolve(options.model, options.cache_dir)
-    ports = iter(free_ports(2 * len(roles) + 1, _LOOPBACK))
+    events = options.kv_events and importlib.util.find_spec("zmq") is not None
+    ports = iter(free_ports(4 * len(roles) + 1, _LOOPBACK))
     shares = cores.spread(len(roles), cores.usable())
     specs = [
         vllm.WorkerSpec(
@@ -210,6 +214,8 @@ def _start(options: UpOptions, envoy: Path, run_dir: Path, console: Console, par
             host=_LOOPBACK,
             port=next(ports),
             side_channel_port=next(ports),
+            kv_events_port=next(ports) if events else None,
+            kv_events_replay_port=next(ports) if events else None,
             block_size_tokens=options.block_size_tokens,
             max_model_len_tokens=options.max_model_len_tokens,
             threads=max(1, len(share)),
@@ -225,6 +231,8 @@ def _start(options: UpOptions, envoy: Path, run_dir: Path, console: Console, par
         envoy_admin=f"{_LOOPBACK}:{next(ports)}",
         lease_s=specs[0].kv_lease_s,
         processes=options.processes,
+        kv_events=events,
+        tokens=_tokens(served_name(options.model), None if simulated else source) if events else None,
     )
     config_file, envoy_file = write_configs(config, run_dir)
 
@@ -244,6 +252,15 @@ def _start(options: UpOptions, envoy: Path, run_dir: Path, console: Console, par
     child = Child("envoy", envoy_command(envoy, envoy_file), log=run_dir / "envoy.log")
     parts.append(Part(child, partial(answers, f"http://{config.envoy.admin}/ready")))
     return names
+
+
+def _tokens(name: str, source: Path | str | None) -> TokenSettings:
+    """How prompts get the token ids that workers' events speak of: by the model's own files, where there are any and what reads
+    them is installed; else a worker is asked."""
+    local = isinstance(source, Path) and (source / "tokenizer.json").is_file()
+    if local and all(importlib.util.find_spec(package) is not None for package in ("tokenizers", "jinja2")):
+        return TokenSettings(models={name: ModelTokenizer(folder=str(source))})
+    return TokenSettings(ask_workers="tokenize")
 
 
 def served_name(name: str) -> str:
