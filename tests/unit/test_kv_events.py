@@ -594,6 +594,7 @@ def test_a_label_comes_before_the_configuration() -> None:
         Publisher(1, "tcp://10.0.0.7:5558", "tcp://10.0.0.7:5658", ""),
     ]
     assert found(**{"kv-events": "7000"})[1] == Publisher(1, "tcp://10.0.0.7:7001", None, "")  # type: ignore[index]
+    assert found(**{"kv-events": "7000-7100"}) == found(**{"kv-events": "7000/7100"})
     for label in ("x", "1/2/3", "0", "70000", ""):
         with pytest.raises(NoPublisherError):
             found(**{"kv-events": label})

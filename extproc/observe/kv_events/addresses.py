@@ -15,7 +15,7 @@ from extproc.tls.reasons import described
 from extproc.tls.workers import WorkerLink
 
 LABEL = "kv-events"
-"""Of a worker: `5557` or `5557/5657`."""
+"""Of a worker: `5557`, or `5557-5657` with the replay port; a slash between them will do as well."""
 
 _PATH = "/kv_event_sources"
 _MAX_BYTES = 1 << 16
@@ -118,7 +118,7 @@ def _host(address: str) -> str:
 
 
 def _labelled(label: str) -> EventPorts:
-    ports = label.split("/")
+    ports = label.replace("-", "/").split("/")  # a value of a Kubernetes label has no slash
     if len(ports) > 2 or not all(port.isascii() and port.isdigit() and 0 < int(port) < 65536 for port in ports):
-        raise NoPublisherError(f"label {LABEL}: {label[:40]!r} is neither a port nor two with a slash between them")
+        raise NoPublisherError(f"label {LABEL}: {label[:40]!r} is neither a port nor two, as in 5557-5657")
     return EventPorts(port=int(ports[0]), replay_port=int(ports[1]) if len(ports) == 2 else None)

@@ -26,7 +26,7 @@ class KvEvents(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     `--kv-events-config`."""
     find: Literal["ask", "ports"] = "ask"
     """How a worker's publishers are found. `ask`: its `/kv_event_sources` tells, which recent versions of vLLM have. `ports`:
-    `ports` does. A label `kv-events` of a worker, `5557` or `5557/5657` (publisher and replay), comes before both."""
+    `ports` does. A label `kv-events` of a worker, `5557` or `5557-5657` (publisher and replay), comes before both."""
     ports: dict[str, EventPorts] = {}
     """With `find: ports`: by role, `prefill` and `decode`. A worker of both roles has those of `decode`. A role that is missing
     publishes nothing."""
