@@ -92,9 +92,13 @@ unit: $(VENV)/installed $(VENV)/tools $(BIN)/promtool  ## Unit tests: pure parts
 TRANSPORT ?= lean
 BY_REQUEST := $(addprefix tests/stack/test_,cases.py legs.py apis.py streams.py errors.py failover.py connectors.py observe.py known_sequence.py unseen.py)
 
+# And again with bodies in pieces both ways, as meshes force it; the corpus and the chaos run have their own three ways.
+IN_PIECES := $(addprefix tests/stack/test_,legs.py apis.py streams.py errors.py failover.py connectors.py limits.py)
+
 stack: $(VENV)/installed $(BIN)/promtool  ## Real Envoy and the real filter, fake workers and the simulated engine. A quarter of an hour.
 	BATON_TEST_TRANSPORT=$(TRANSPORT) $(BIN)/pytest tests/stack tests/chaos
 	BATON_TEST_TRANSPORT=$(if $(filter grpc,$(TRANSPORT)),lean,grpc) $(BIN)/pytest $(BY_REQUEST)
+	BATON_TEST_TRANSPORT=$(TRANSPORT) BATON_TEST_BODY_MODE=full_duplex_both $(BIN)/pytest $(IN_PIECES)
 
 page: $(VENV)/installed $(VENV)/tools $(VENV)/browser  ## The live page in a real browser without a window. A minute.
 	$(BIN)/pytest tests/page

@@ -144,17 +144,25 @@ def test_nothing_of_the_filter_image_is_there_that_no_requirement_names(image: P
     assert "No module named 'torch'" in done.stderr
 
 
+@pytest.mark.parametrize("picker", [False, True], ids=["filter", "endpoint picker"])
 def test_the_filter_serves_as_nobody_with_nothing_that_it_may_write_to_and_its_health_check_sees_it(
-    image: Path, tmp_path: Path
+    image: Path, tmp_path: Path, picker: bool
 ) -> None:
-    grpc_port, admin_port, nowhere, sim_port, channel_port = free_ports(5)
+    grpc_port, admin_port, health_port, metrics_port, nowhere, sim_port, channel_port = free_ports(7)
+    epp = (
+        f"epp: {{enabled: true, health_listen: '127.0.0.1:{health_port}', metrics_listen: '127.0.0.1:{metrics_port}'}}\n"
+        if picker
+        else ""
+    )
     config = image / "baton.yaml"
     config.write_text(
         f"workers: {{prefill: ['127.0.0.1:{nowhere}'], both: ['127.0.0.1:{sim_port}']}}\n"
-        f"listen: 127.0.0.1:{grpc_port}\nadmin: 127.0.0.1:{admin_port}\ndrain: {{delay_s: 0, timeout_s: 1}}\n"
+        f"listen: 127.0.0.1:{grpc_port}\nadmin: 127.0.0.1:{admin_port}\ndrain: {{delay_s: 0, timeout_s: 1}}\n{epp}"
     )
     dockerfile = (ROOT / "extproc" / "Dockerfile").read_text()
-    check = [f"http://127.0.0.1:{admin_port}/healthz" if "://" in word else word for word in health_check(dockerfile)[1:]]
+    # The image's ports -> those of this test.
+    ports = {9003: health_port, 9091: admin_port} if picker else {9003: admin_port, 9091: nowhere}
+    check = [re.sub(r":(\d+)/", lambda found: f":{ports[int(found[1])]}/", word) for word in health_check(dockerfile)[1:]]
     argv = command(image, "-m", "extproc", "serve", "--config", str(config))
     with Child("filter", ["/usr/bin/env", "-C", "/", *argv], log=tmp_path / "filter.log", env=environment(image)) as served:
         wait_ready(served, f"http://127.0.0.1:{admin_port}/metrics", 30)
