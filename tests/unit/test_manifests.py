@@ -15,7 +15,9 @@ from typer.testing import CliRunner
 
 from extproc import config as configuration
 from extproc.cli import app
+from extproc.config import Address
 from extproc.discovery.kubernetes.rbac import rules
+from extproc.epp.health import ALIVE, READY
 from extproc.headers import ROUTING_HEADERS
 from tests.manifests import helm, mesh_files, schemas
 from tests.manifests.helm import Object, container, environment, examples, find, pod, template
@@ -156,6 +158,52 @@ def test_pod_that_is_told_to_go_has_time_for_its_requests(name: str) -> None:
     filter_ = find(template(name), "Deployment", "baton-filter")
     drain = baton_yaml(template(name)).drain
     assert pod(filter_)["spec"]["terminationGracePeriodSeconds"] > drain.delay_s + drain.timeout_s + 5
+
+
+@pytest.mark.parametrize("name", ["llama-70b-h200", "deepseek-r1-h200"])
+def test_workers_have_shared_memory_of_their_own_size_and_the_devices_that_the_values_name(name: str) -> None:
+    for worker in workers(template(name, sets=("workerDefaults.shmSize=24Gi", "workerDefaults.rdma.resource=rdma/ours"))):
+        made, spec = container(worker), pod(worker)["spec"]
+        (mount,) = [each["name"] for each in made["volumeMounts"] if each["mountPath"] == "/dev/shm"]
+        (volume,) = [each for each in spec["volumes"] if each["name"] == mount]
+        assert volume["emptyDir"] == {"medium": "Memory", "sizeLimit": "24Gi"}
+        asked, limit = made["resources"]["requests"], made["resources"]["limits"]
+        for device in ("rdma/ours", "nvidia.com/gpu"):
+            assert asked[device] == limit[device] > 0, "devices cannot be overcommitted"
+        assert made["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"], "RDMA pins memory"
+
+
+@pytest.mark.parametrize("name", examples())
+def test_probes_ask_what_is_there(name: str) -> None:
+    objects = template(name)
+    for worker in workers(objects):
+        made = container(worker)
+        ports = {each["name"]: each["containerPort"] for each in made["ports"]}
+        for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
+            assert made[kind]["httpGet"] == {"path": "/health", "port": "http"}, kind
+        assert ports["http"] == int(environment(worker)["BATON_WORKER_PORT"])
+        loads_s = made["startupProbe"]["periodSeconds"] * made["startupProbe"]["failureThreshold"]
+        assert loads_s >= (1800 if environment(worker)["BATON_ENGINE"] == "vllm" else 5), "a model loads"
+    made = container(find(objects, "Deployment", "baton-filter"))
+    settings = baton_yaml(objects).epp
+    assert settings.health_listen is not None
+    asked = {kind: made[kind]["grpc"] for kind in ("startupProbe", "readinessProbe", "livenessProbe")}
+    assert {each["port"] for each in asked.values()} == {Address.parse(settings.health_listen).port}
+    assert asked["startupProbe"]["service"] in ALIVE and asked["livenessProbe"]["service"] in ALIVE
+    assert asked["readinessProbe"]["service"] in READY
+
+
+@pytest.mark.parametrize("name", examples())
+def test_of_each_workload_only_so_many_pods_may_be_evicted(name: str) -> None:
+    objects = template(name)
+    budgets = [each["spec"] for each in objects if each["kind"] == "PodDisruptionBudget"]
+    for each in workloads(objects):
+        labels = pod(each)["metadata"]["labels"]
+        of_it = [spec for spec in budgets if spec["selector"]["matchLabels"].items() <= labels.items()]
+        if container(each)["name"] == "worker":
+            assert [spec["maxUnavailable"] for spec in of_it] == [1]
+        elif container(each)["name"] == "filter" and each["spec"]["replicas"] > 1:
+            assert [spec["minAvailable"] for spec in of_it] == [1], "one is always there"
 
 
 @pytest.mark.parametrize("name", examples())
