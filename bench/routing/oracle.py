@@ -64,6 +64,11 @@ class Looking(Holdings):
         """There is nothing to be corrected."""
         return 0
 
+    def close(self) -> None:
+        """End the connections."""
+        for address in list(self._links):
+            self._drop(address)
+
     def _digests(self, chain: TokenChain) -> bytes:
         """The engines' own hashes of the blocks of a prompt."""
         size = self.engine_block_tokens
