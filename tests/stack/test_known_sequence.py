@@ -215,6 +215,8 @@ async def test_every_counter_moves_by_what_happened_and_no_other(stack: SimStack
         'baton_client_slo_requests_total{mode="none",model="m",policy="strict",slo="failed"}': 1,
         'baton_ttft_actual_to_predicted_ratio_count{mode="disaggregate"}': handed_over,
         'baton_ttft_actual_to_predicted_ratio_count{mode="aggregate"}': 3,  # not of the one whose prefill had failed
+        # Answers that the filter was shown: four prompts that one worker served, and two pairs that had yet to meet.
+        'baton_answers_served_total{by="chosen"}': 6,
         "baton_access_log_lines_total": REQUESTS,
         'baton_log_lines_total{outcome="logged"}': REQUESTS,
         # The filter's own time: one sample for each phase that a request came to.
