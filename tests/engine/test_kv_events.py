@@ -325,7 +325,8 @@ def test_a_worker_that_was_started_again_holds_nothing(told: Told) -> None:
     again = ask(told.front_url, "completions", prompt, max_tokens=4)
     assert decision(again)["how"] == "disaggregate"
     assert decision(again)["cached"] == "0"
-    assert kv_use_since(told.prefill_url, before, prompt_tokens=400).computed_tokens == 400
+    # The filter's own first handoffs with the new engine are among these.
+    assert kv_use_since(told.prefill_url, before, prompt_tokens=400).computed_tokens >= 400
     assert again.text == first.text
     until(lambda: told.held(prompt)["prefill"] == full(400), 20.0)
     assert told.explained(prompt)["outcome"] == "placed"
