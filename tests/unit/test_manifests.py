@@ -348,7 +348,9 @@ def test_kv_events_are_reached_by_the_filter_only_and_only_where_there_are_any(n
     for sets in ((), ("workerDefaults.ports.kvEvents=5557", "workers.prefill.ports.kvEventsReplay=5657")):
         objects = template(name, sets=("gateway.kind=istio", *sets))
         filter_ = pod(find(objects, "Deployment", "baton-filter"))["metadata"]["labels"]
-        assert baton_yaml(objects).kv_events.enabled == bool(sets), "who publishes is listened to"
+        config = baton_yaml(objects)
+        assert config.kv_events.enabled == bool(sets), "who publishes is listened to"
+        assert (config.tokens is not None) == bool(sets), "events speak of tokens: prompts are compared with them by theirs"
         for worker in workers(objects):
             labels = pod(worker)["metadata"]["labels"]
             published, replayed = (

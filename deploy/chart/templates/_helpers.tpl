@@ -85,6 +85,7 @@ app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 {{- end -}}
 {{- if include "baton.eventPorts" . | fromYaml -}}
 {{- $_ := set $config "kv_events" (dict "enabled" true) -}}
+{{- $_ := set $config "tokens" (dict "ask_workers" "tokenize") -}}
 {{- end -}}
 {{- mustMergeOverwrite $config (deepCopy .Values.filter.config) | toYaml -}}
 {{- end }}
