@@ -737,7 +737,7 @@ def test_what_a_call_leaves_behind_needs_no_garbage_collector(run: Runner, tmp_p
                     client.reset(client.call(b"b", more=((b"grpc-timeout", b"1H"),)))
                 await until(lambda: len(served.calls) == 40 and served.idle)
                 served.calls.clear()
-                await until(lambda: not any(isinstance(each, LeanCall | Stream) for each in gc.get_objects()))
+                await until(lambda: not any(type(each) in (LeanCall, Stream) for each in gc.get_objects()))
             finally:
                 gc.enable()
 

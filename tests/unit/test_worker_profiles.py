@@ -47,6 +47,7 @@ def test_every_setting_of_a_profile_is_a_field_of_the_worker() -> None:
     assert set(Settings.__struct_fields__) <= fields
     # And only these are said elsewhere: by the profile itself, by the flags, or by the machine.
     elsewhere = {"role", "model", "served_model_name", "device", "host", "side_channel_host", "local_model"}
+    elsewhere |= {"ssl_certfile", "ssl_keyfile", "ssl_ca_certs"}
     assert fields - set(Settings.__struct_fields__) == elsewhere | {"cache_server", "threads", "dev_endpoints"}
 
 
