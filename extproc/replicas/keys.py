@@ -8,6 +8,7 @@ from typing import Any, Final
 from extproc.replicas.handshake import RefusedError
 from extproc.replicas.settings import ReplicaSettings, ReplicaTls
 from extproc.tls.files import Followed, read_bounded
+from extproc.tls.pem import present, trust
 
 LEAST_SECRET_BYTES: Final = 16
 _MOST_SECRET_BYTES: Final = 4_096
@@ -62,18 +63,6 @@ def _context(tls: ReplicaTls, side: int) -> ssl.SSLContext:
     # Peers are reached by address: which of their names count, the settings say, and ReplicaKeys.check looks.
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
-    try:
-        context.load_verify_locations(cafile=tls.ca_file)
-    except (OSError, ValueError) as error:
-        raise OSError(f"{tls.ca_file}: no certificates to trust: {_why(error)}") from None
-    try:
-        context.load_cert_chain(tls.cert_file, tls.key_file, password="")
-    except (OSError, ValueError) as error:
-        raise OSError(f"{tls.cert_file}, {tls.key_file}: no certificate with its key: {_why(error)}") from None
+    trust(context, tls.ca_file)
+    present(context, tls.cert_file, tls.key_file)
     return context
-
-
-def _why(error: Exception) -> str:
-    if isinstance(error, ssl.SSLError):
-        return error.reason or type(error).__name__
-    return getattr(error, "strerror", None) or str(error) or type(error).__name__

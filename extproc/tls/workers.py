@@ -6,6 +6,7 @@ import ssl
 from typing import Any
 
 from extproc.tls.files import Followed
+from extproc.tls.pem import present, trust
 from extproc.tls.settings import ClientTls
 
 
@@ -18,25 +19,10 @@ def client_context(tls: ClientTls) -> ssl.SSLContext:
         context.verify_mode = ssl.CERT_NONE
     else:
         assert tls.ca_file is not None
-        try:
-            context.load_verify_locations(cafile=tls.ca_file)
-        except (OSError, ValueError) as error:
-            raise OSError(f"{tls.ca_file}: no certificates to trust: {_why(error)}") from None
-        if not context.cert_store_stats()["x509"]:
-            raise OSError(f"{tls.ca_file}: no certificates to trust")
+        trust(context, tls.ca_file)
     if tls.cert_file is not None:
-        try:
-            # A password would be asked for on the terminal.
-            context.load_cert_chain(tls.cert_file, tls.key_file, password="")
-        except (OSError, ValueError) as error:
-            raise OSError(f"{tls.cert_file}, {tls.key_file}: no certificate with its key: {_why(error)}") from None
+        present(context, tls.cert_file, tls.key_file)
     return context
-
-
-def _why(error: Exception) -> str:
-    if isinstance(error, ssl.SSLError):
-        return error.reason or type(error).__name__
-    return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
 class WorkerLink:
