@@ -65,7 +65,7 @@ async def until(stack: Stack, good: Callable[[Any], bool], path: str, question: 
 
 def all_in_step(status: Any) -> bool:
     workers = status["kv_events"]["workers"]
-    return len(workers) == 4 and all(each["in_step"] for each in workers.values())
+    return len(workers) == 4 and all(each.get("in_step") for each in workers.values())
 
 
 def body(*turns: str) -> dict[str, Any]:

@@ -437,7 +437,7 @@ def test_every_option_is_a_flag() -> None:
     first, second = worker_options(options)
     assert (first.port, second.port) == (9000, 9001)
     assert (first.engine.side_channel_port, second.engine.side_channel_port) == (5600, 5601)
-    assert (first.events_endpoint, second.events_endpoint) == ("tcp://*:5557", "tcp://*:5558")
+    assert (first.events_endpoint, second.events_endpoint) == ("tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558")
     assert first.model.names == ("a", "b") and first.model.adapters == {"ada": "/x"}
     assert first.engine.strict_crash and not first.engine.core.prefix_caching
     assert first.events_replay_endpoint is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import ssl
 from dataclasses import dataclass, field, replace
+from ipaddress import IPv4Address
 from typing import Any
 
 from workers.sim import hashing
@@ -126,8 +127,8 @@ def worker_options(options: SimOptions) -> list[WorkerOptions]:
                 enable_server_load_tracking=options.enable_server_load_tracking,
                 max_queued_requests=options.max_num_queued_reqs,
                 max_queued_tokens=options.max_num_queued_tokens,
-                events_endpoint=_endpoint(options.kv_events_port, index),
-                events_replay_endpoint=_endpoint(options.kv_events_replay_port, index),
+                events_endpoint=_endpoint(options.host, options.kv_events_port, index),
+                events_replay_endpoint=_endpoint(options.host, options.kv_events_replay_port, index),
                 events_topic=options.kv_events_topic,
                 api_key=options.api_key or os.environ.get("VLLM_API_KEY") or None,
                 tls=tls,
@@ -136,5 +137,12 @@ def worker_options(options: SimOptions) -> list[WorkerOptions]:
     return made
 
 
-def _endpoint(port: int | None, index: int) -> str | None:
-    return None if port is None else f"tcp://*:{port + index}"
+def _endpoint(host: str, port: int | None, index: int) -> str | None:
+    """At its own address, where it has one: several may then stand on one machine. vLLM takes all addresses."""
+    if port is None:
+        return None
+    try:
+        own = "*" if IPv4Address(host).is_unspecified else host
+    except ValueError:  # a name, or IPv6
+        own = "*"
+    return f"tcp://{own}:{port + index}"
