@@ -38,7 +38,7 @@ from tests.engine.openai_api import MODEL
 from tests.engine.system import UP_TIMEOUT_S
 from tests.engine.test_tokenise_once import CHAT, TOOLS, UNICODE
 from tests.unit.tokens_world import QWEN
-from workers import vllm
+from workers import cores, vllm
 from workers.model import default_cache_dir, smollm2
 from workers.process import Child
 from workers.ready import free_ports, wait_ready
@@ -194,6 +194,7 @@ def engine() -> Iterator[Engine]:
         child = parts.enter_context(Child("prefill", command.argv, log=folder / "prefill.log", env=command.env))
         address = f"127.0.0.1:{port}"
         wait_ready(child, f"http://{address}/health", UP_TIMEOUT_S)
+        cores.pin(child.pids(), cores.usable()[:1])  # threads that spin on several cores stall each other
         context = parts.enter_context(zmq.Context())
         listener = parts.enter_context(context.socket(zmq.SUB))
         listener.connect(f"tcp://127.0.0.1:{events}")
