@@ -6,8 +6,8 @@ from pathlib import Path
 
 import msgspec
 
-from bench.routing.prompts import WORDS
 from workers.sim import tokens
+from workers.trace_text import WORDS
 
 _PIECE = "[ A-Za-z0-9][a-z0-9]{0,3}|[\\s\\S]"
 _BOS = "<bos>"

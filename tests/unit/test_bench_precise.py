@@ -13,7 +13,6 @@ import pytest
 from bench.routing import options, report
 from bench.routing.beliefs import Beliefs, parse, together
 from bench.routing.oracle import Looking
-from bench.routing.prompts import prompt_text
 from bench.routing.tokenizer import write_tokenizer
 from bench.routing.twin import Twin
 from extproc.routing.holdings import Held
@@ -25,6 +24,7 @@ from workers.sim import tokens
 from workers.sim.main import SimOptions
 from workers.sim.options import worker_options
 from workers.sim.worker import Worker
+from workers.trace_text import prompt_text
 from workers.traces import Request
 
 

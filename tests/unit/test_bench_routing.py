@@ -16,6 +16,7 @@ from bench.routing.beliefs import Beliefs
 from bench.routing.run import RunResult
 from bench.routing.twin import Twin
 from extproc.config import Config
+from workers import trace_text
 from workers.goodput import Outcome, Status, Summary, summary
 from workers.sim import tokens
 from workers.traces import BLOCK_TOKENS, Request
@@ -23,12 +24,12 @@ from workers.traces import BLOCK_TOKENS, Request
 
 def test_every_block_is_512_tokens_of_the_simulated_engine() -> None:
     for hash_id in range(50):
-        assert len(tokens.encode(prompts.block_text(hash_id))) == BLOCK_TOKENS
+        assert len(tokens.encode(trace_text.block_text(hash_id))) == BLOCK_TOKENS
 
 
 def test_prompts_agree_exactly_as_far_as_their_hash_ids() -> None:
-    one = tokens.encode(prompts.prompt_text(Request(0.0, 1500, 1, (7, 8, 9))))
-    other = tokens.encode(prompts.prompt_text(Request(0.0, 2048, 1, (7, 8, 10, 11))))
+    one = tokens.encode(trace_text.prompt_text(Request(0.0, 1500, 1, (7, 8, 9))))
+    other = tokens.encode(trace_text.prompt_text(Request(0.0, 2048, 1, (7, 8, 10, 11))))
     assert (len(one), len(other)) == (1500, 2048)
     shared = next(i for i, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1])
     # The first tokens of two different blocks may be equal by chance; many of them are not.
