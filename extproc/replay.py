@@ -20,7 +20,7 @@ from extproc.routing.prefix import Chain
 from extproc.routing.token_chain import TokenChain
 from workers.goodput import Outcome, Status
 from workers.sim.timing import Profile
-from workers.sim.twin import Done, Event, Pulled, TwinConfig, TwinEngine, TwinLoad
+from workers.sim.twin import Done, Event, Gaps, Pulled, TwinConfig, TwinEngine, TwinLoad
 from workers.sim.twin_cache import Change, TwinCache
 from workers.traces import BLOCK_TOKENS, Request
 
@@ -86,6 +86,12 @@ class Setup:
     engine: TwinConfig = field(default_factory=TwinConfig)
     profile: Profile = field(default_factory=lambda: replace(Profile(), handshake_s=0.0))
     """Workers that know each other already: a handshake of seconds for each pair would be most of a short replay."""
+    prefill_engine: TwinConfig | None = None
+    """Of the prefill workers; None: as the others."""
+    prefill_profile: Profile | None = None
+    """Of the prefill workers; None: as the others."""
+    all_gaps: bool = False
+    """Whether the times between all tokens are kept, and not only each request's 99th percentile."""
     hop_s: float = 0.002
     """From one process to the next."""
     scrape_s: float = 1.0
@@ -101,6 +107,25 @@ class Setup:
         """``ip:port`` of the decode workers."""
         return tuple(f"10.0.1.{index + 1}:8000" for index in range(self.decode))
 
+    @property
+    def of_prefill(self) -> tuple[TwinConfig, Profile]:
+        """Limits and hardware of a prefill worker."""
+        return self.prefill_engine or self.engine, self.prefill_profile or self.profile
+
+
+class Worked(NamedTuple):
+    """What a worker did in a replay."""
+
+    busy_s: float
+    """In steps of the engine."""
+    kv_peak: float
+    """Largest share of its KV cache that was in use."""
+    preemptions: int
+    transferred_bytes: float
+    """KV that it read from prefill workers."""
+    gaps: Sequence[Gaps]
+    """Between the tokens of its streams, where they were asked for."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Replayed:
@@ -114,6 +139,8 @@ class Replayed:
     """Prompt tokens computed by the busiest prefill worker, against the mean of all; 1 is even."""
     virtual_s: float
     wall_s: float
+    worked: Mapping[str, Worked]
+    """By address."""
 
 
 def chain_of_ids(hash_ids: Sequence[int], tokens: int) -> Chain:
@@ -147,12 +174,13 @@ def capacity(requests: Sequence[Request], setup: Setup) -> float:
     is always a next one. NaN for no requests.
     """
     busy_s = 0.0
+    config, profile = setup.of_prefill
     for turn in range(setup.prefill):
-        engine = TwinEngine(str(turn), setup.engine, setup.profile)
+        engine = TwinEngine(str(turn), config, profile)
         outstanding_tokens, now_s = 0, 0.0
         waiting = list(reversed(requests[turn :: setup.prefill]))
         while waiting or outstanding_tokens:
-            while waiting and outstanding_tokens <= 2 * setup.engine.max_num_batched_tokens:
+            while waiting and outstanding_tokens <= 2 * config.max_num_batched_tokens:
                 request = waiting.pop()
                 keys = chain_of_ids(request.hash_ids, request.input_tokens).hashes
                 engine.submit_prefill(f"{len(waiting)} {request.input_tokens}", keys, request.input_tokens, now_s)
@@ -203,12 +231,22 @@ class _Worker:
 
     __slots__ = ("address", "computed_tokens", "engine", "next_s", "reported")
 
-    def __init__(self, address: str, setup: Setup) -> None:
+    def __init__(self, address: str, config: TwinConfig, profile: Profile) -> None:
         self.address = address
-        self.engine = TwinEngine(address, setup.engine, setup.profile)
+        self.engine = TwinEngine(address, config, profile)
         self.next_s = math.inf
         self.computed_tokens = 0
         self.reported: TwinLoad = self.engine.load()
+
+    def worked(self) -> Worked:
+        engine = self.engine
+        return Worked(
+            busy_s=engine.busy_s,
+            kv_peak=engine.kv_peak,
+            preemptions=engine.preemptions,
+            transferred_bytes=engine.load().transferred_tokens * engine.profile.kv_bytes_a_token,
+            gaps=engine.gaps or (),
+        )
 
     def stirred(self) -> None:
         next_s = self.engine.next_event_s()
@@ -230,8 +268,8 @@ class _Run:
         self._setup = setup
         self._aims = aims
         self._tenant = tenant
-        self._prefill = {address: _Worker(address, setup) for address in setup.prefill_addresses}
-        self._decode = {address: _Worker(address, setup) for address in setup.decode_addresses}
+        self._prefill = {address: _Worker(address, *setup.of_prefill) for address in setup.prefill_addresses}
+        self._decode = {address: _Worker(address, setup.engine, setup.profile) for address in setup.decode_addresses}
         self._workers = [*self._prefill.values(), *self._decode.values()]
         self._journeys: dict[str, _Journey] = {}
         self._by_ticket: dict[Hashable, _Journey] = {}
@@ -241,6 +279,8 @@ class _Run:
         self._sent = 0
         self._watches = watches
         self._ids: dict[int, int] = {}
+        for worker in self._workers if setup.all_gaps else ():
+            worker.engine.gaps = []
         for worker in self._workers if watches else ():
             worker.engine.cache.changes = []
         for watch in watches:
@@ -292,6 +332,7 @@ class _Run:
             load_spread=max(computed) * len(computed) / sum(computed) if sum(computed) else math.nan,
             virtual_s=now_s,
             wall_s=time.perf_counter() - began_s,
+            worked={worker.address: worker.worked() for worker in self._workers},
         )
 
     def _send(self, at_s: float, what: Callable[[float], None]) -> None:
@@ -418,7 +459,7 @@ class _Run:
                 running=float(load.running),
                 waiting=float(load.waiting),
                 kv_usage=load.kv_usage,
-                kv_tokens=self._setup.engine.num_blocks * self._setup.engine.block_tokens,
+                kv_tokens=worker.engine.config.num_blocks * worker.engine.config.block_tokens,
                 itl_s=(load.gaps_s - before.gaps_s) / gaps if gaps else None,
                 transfer_s=(load.transfers_s - before.transfers_s) / transfers if transfers else None,
                 transfer_bytes=moved / transfers if transfers else None,

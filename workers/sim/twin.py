@@ -65,6 +65,13 @@ class Pulled(NamedTuple):
 Event = Done | Pulled
 
 
+class Gaps(NamedTuple):
+    """So many streams waited as long for their next token."""
+
+    gap_s: float
+    streams: int
+
+
 class TwinLoad(NamedTuple):
     """What the engine's metrics would say."""
 
@@ -161,6 +168,12 @@ class TwinEngine:
         self._transfers_s = 0.0
         self._transferred_tokens = 0
         self.preemptions = 0
+        self.busy_s = 0.0
+        """In steps, since the start."""
+        self.kv_peak = 0.0
+        """Largest share of the blocks that was in use when a step began."""
+        self.gaps: list[Gaps] | None = None
+        """All times between two tokens, for whoever sets a list here."""
 
     # -- from outside ------------------------------------------------------------------------------------------------------
 
@@ -246,12 +259,15 @@ class TwinEngine:
         self._chunked = None
         if not self._decodes and not self._prefilling:
             return
-        self._step_end_s = now_s + self.profile.step_s(
+        step_s = self.profile.step_s(
             prefill_tokens=sum(tokens for _, tokens in self._prefilling),
             prefill_context_tokens=context_tokens,
             decodes=self._decodes,
             decode_context_tokens=self._decode_context_tokens,
         )
+        self._step_end_s = now_s + step_s
+        self.busy_s += step_s
+        self.kv_peak = max(self.kv_peak, self.cache.usage)
 
     def _end_step(self, events: list[Event]) -> None:
         assert self._step_end_s is not None
@@ -259,6 +275,8 @@ class TwinEngine:
         if self._decodes:
             self._gaps += self._decodes
             self._gaps_s += self._decodes * (now_s - self._ends_s[-1])
+            if self.gaps is not None:
+                self.gaps.append(Gaps(now_s - self._ends_s[-1], self._decodes))
         self._ends_s.append(now_s)
         self._step_end_s = None
         self._decode_context_tokens += self._decodes
