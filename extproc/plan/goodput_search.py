@@ -99,7 +99,9 @@ def highest_rate(
 
     It begins at ``guess_per_s`` and goes up by ``step``, or down by one that is squared each time (what is overloaded takes
     longest to run), until the answer is between two rates; then it halves what is between them (geometrically). Below
-    ``lowest_per_s`` (default: a thousandth of the guess) it gives up and finds 0. Raises PlanError for a guess, a share or a resolution that makes no sense.
+    ``lowest_per_s`` (default: a thousandth of the guess) it gives up and finds 0.
+
+    Raises PlanError for a guess, a share or a resolution that makes no sense.
     """
     if not (math.isfinite(guess_per_s) and guess_per_s > 0):
         raise PlanError(f"the rate to begin with: more than 0 requests/s, not {guess_per_s:g}")
