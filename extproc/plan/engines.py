@@ -1,16 +1,19 @@
 """An engine of a given model on given GPUs: the profile that the twin computes with, and what its cache holds.
 
-Efficiencies are assumptions, typical of what serving engines reach: 45 % of the dense peak in prefill, 60 % of the memory's
-bandwidth in decode, communication between the GPUs of a worker included; 2 ms a step for launching and scheduling.
+Everything that `baton plan` says about speed goes through :class:`workers.sim.timing.Profile`, so that its parts cannot
+disagree. Efficiencies are assumptions, typical of what serving engines reach: 45 % of the dense peak in prefill, 60 % of the
+memory's bandwidth in decode, communication between the GPUs of a worker included; 2 ms a step for launching and scheduling.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from extproc.plan import dtypes
 from extproc.plan.errors import PlanError
 from extproc.plan.gpus import Gpu
 from extproc.plan.links import LINKS, Link
+from extproc.plan.parameters import attention_width
 from extproc.plan.shapes import Shape
 from workers.sim.timing import Profile
 
@@ -46,26 +49,49 @@ def engine(
     link: Link = LINKS["ib-400"],
     context_tokens: int | None = None,
 ) -> Engine:
-    """An engine of ``tensor_parallel`` GPUs.
+    """An engine of ``tensor_parallel`` GPUs, its peers behind ``link``.
 
-    ``context_tokens``: typical length of a prompt, which matters to models that see a window only (None: shorter than it).
-    Raises PlanError where the model does not fit.
+    ``context_tokens`` is the typical length of a prompt. It matters only to models that see a window: their KV of a token and
+    their attention's work are means over such a prompt, and other lengths are predicted less well. None: shorter than every
+    window. Of a model with experts, a step reads all weights, as large batches do; small ones are faster than predicted here.
+    Raises PlanError for bad input, and where the model does not fit.
     """
-    weight_bytes = shape.weight_bytes(weight_dtype)
+    _check(prefill_efficiency, decode_efficiency, step_overhead_s, memory_utilization)
+    copies = shape.kv_copies(tensor_parallel)
     kv_bytes = shape.kv_bytes_per_token(kv_dtype, context_tokens)
-    free_bytes = tensor_parallel * gpu.memory_bytes * (memory_utilization - OTHER_SHARE) - weight_bytes
-    if free_bytes <= 0:
-        raise PlanError(f"{shape.name} in {weight_dtype} does not fit into {tensor_parallel} x {gpu.name}")
+    if not kv_bytes:
+        raise PlanError(f"{shape.name}: no layer has a KV cache, so that there is nothing to hand over")
+    weight_bytes = shape.weight_bytes(weight_dtype)
+    usable_bytes = tensor_parallel * gpu.memory_bytes * (memory_utilization - OTHER_SHARE)
+    kv_tokens = int((usable_bytes - weight_bytes) / (kv_bytes * copies))
+    if kv_tokens < 1:
+        raise PlanError(
+            f"{shape.name} in {dtypes.weight_dtype(weight_dtype)}: {weight_bytes / 1e9:,.1f} GB of weights, and the usable "
+            f"{memory_utilization - OTHER_SHARE:.0%} of {tensor_parallel} x {gpu.name} are {usable_bytes / 1e9:,.1f} GB; "
+            "use more GPUs a worker or a smaller weight dtype"
+        )
+    layers = max(1.0, shape.prefill_layers(context_tokens))
     profile = Profile(
         parameters=shape.active_parameters,
         weight_bytes=weight_bytes,
-        layers=shape.layers,
-        hidden=shape.hidden,
+        layers=round(layers),
+        hidden=round(attention_width(shape.config) * layers / round(layers)),
         kv_bytes_a_token=round(kv_bytes),
+        kv_copies=copies,
         flops_a_s=tensor_parallel * gpu.flops_a_s(weight_dtype) * prefill_efficiency,
         memory_bytes_a_s=tensor_parallel * gpu.memory_bytes_a_s * decode_efficiency,
         step_overhead_s=step_overhead_s,
         transfer_bytes_a_s=link.worker_bytes_a_s(tensor_parallel),
         transfer_overhead_s=link.overhead_s,
     )
-    return Engine(profile, int(free_bytes / kv_bytes), tensor_parallel)
+    return Engine(profile, kv_tokens, tensor_parallel)
+
+
+def _check(prefill_efficiency: float, decode_efficiency: float, step_overhead_s: float, memory_utilization: float) -> None:
+    for name, share in (("prefill", prefill_efficiency), ("decode", decode_efficiency)):
+        if not 0 < share <= 1:
+            raise PlanError(f"{name} efficiency: above 0 and at most 1, not {share:g}")
+    if not 0 <= step_overhead_s < 1:
+        raise PlanError(f"step overhead: from 0 to 1 s, not {step_overhead_s:g} s")
+    if not OTHER_SHARE < memory_utilization <= 1:
+        raise PlanError(f"memory utilization: above {OTHER_SHARE:g} and at most 1, not {memory_utilization:g}")

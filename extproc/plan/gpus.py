@@ -60,7 +60,8 @@ _ALL = (
     _gpu("h100-nvl", 94, 3.9, 2.7, "NVIDIA H100 data sheet, NVL", bf16=835.5, fp8=1670.5, int8=1670.5),
     _gpu("h100-sxm", 80, 3.35, 3.0, "NVIDIA H100 data sheet, SXM5", bf16=989, fp8=1979, int8=1979),
     _gpu("h200-sxm", 141, 4.8, 3.8, "NVIDIA H200 data sheet, SXM", bf16=989, fp8=1979, int8=1979),
-    _gpu("b200-sxm", 180, 8.0, 5.0, "NVIDIA HGX B200 data sheet", bf16=2250, fp8=4500, int8=4500, fp4=9000),
+    _gpu("h20", 96, 4.0, 1.5, "NVIDIA H20 as resellers list it; the maker prints no data sheet", bf16=148, fp8=296, int8=296),
+    _gpu("b200-sxm", 180, 8.0, 5.0, "NVIDIA HGX B200 data sheet, 180 GB of use", bf16=2250, fp8=4500, int8=4500, fp4=9000),
     _gpu("mi300x", 192, 5.3, 2.5, "AMD Instinct MI300X data sheet", bf16=1307.4, fp8=2614.9, int8=2614.9),
 )
 

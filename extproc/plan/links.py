@@ -12,6 +12,10 @@ from dataclasses import dataclass
 from extproc.plan.errors import PlanError, unknown
 
 
+_OVERHEAD_S = 0.002
+"""Of each transfer, on any link: the engine's own work. An assumption, the same as :class:`workers.sim.timing.Profile` makes."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Link:
     """One way from worker to worker."""
@@ -42,36 +46,40 @@ class Link:
         return self.overhead_s + size_bytes / self.worker_bytes_a_s(gpus)
 
 
-def _link(name: str, gb_a_s: float, efficiency: float, overhead_ms: float, shared: bool, source: str) -> Link:
+def _link(name: str, gb_a_s: float, efficiency: float, shared: bool, source: str) -> Link:
     return Link(
         name=name,
         peak_bytes_a_s=gb_a_s * 1e9,
         efficiency=efficiency,
-        overhead_s=overhead_ms / 1e3,
+        overhead_s=_OVERHEAD_S,
         shared=shared,
         source=source,
     )
 
 
-_ALL = (
-    _link("eth-10", 1.25, 0.94, 1.0, True, "IEEE 802.3ae; 94 % is TCP in frames of 1,500 bytes"),
-    _link("eth-25", 3.125, 0.94, 1.0, True, "IEEE 802.3by; 94 % is TCP in frames of 1,500 bytes"),
-    _link("eth-100", 12.5, 0.80, 1.0, True, "IEEE 802.3ba; 80 % with several TCP connections is an assumption"),
-    _link("eth-400", 50, 0.50, 1.0, True, "IEEE 802.3bs; 50 % with many TCP connections is an assumption"),
-    _link("tcp", 12.5, 0.28, 1.0, True, "one TCP connection of the kernel on 100 Gb/s: 3.5 GB/s, an assumption"),
-    _link("roce-100", 12.5, 0.90, 0.2, False, "IEEE 802.3ba with RoCE v2, one port a GPU; 90 % is an assumption"),
-    _link("roce-200", 25, 0.90, 0.2, False, "IEEE 802.3bs with RoCE v2, one port a GPU; 90 % is an assumption"),
-    _link("roce-400", 50, 0.90, 0.2, False, "IEEE 802.3bs with RoCE v2, one port a GPU; 90 % is an assumption"),
-    _link("ib-200", 25, 0.90, 0.2, False, "InfiniBand HDR, one port a GPU; 90 % is an assumption"),
-    _link("ib-400", 50, 0.90, 0.2, False, "InfiniBand NDR, one port a GPU; 90 %, 45 GB/s, is what reports on NIXL take"),
-    _link("pcie-staged", 31.5, 0.35, 1.0, False, "PCIe 4.0 x16 and host memory between: 11 GB/s as reports on NIXL say"),
-    _link("pcie-4", 31.5, 0.80, 0.2, False, "PCIe 4.0 x16, GPU to GPU; 80 % is an assumption"),
-    _link("pcie-5", 63, 0.80, 0.2, False, "PCIe 5.0 x16, GPU to GPU; 80 % is an assumption"),
-    _link("nvlink-3", 300, 0.80, 0.1, False, "NVIDIA A100 data sheet: 600 GB/s both directions; 80 % is an assumption"),
-    _link("nvlink-4", 450, 0.80, 0.1, False, "NVIDIA H100 data sheet: 900 GB/s both directions; 80 % is an assumption"),
-    _link("nvlink-5", 900, 0.80, 0.1, False, "NVIDIA B200 data sheet: 1.8 TB/s both directions; 80 % is an assumption"),
-)
+_TCP = "TCP in frames of 1,500 bytes leaves 94 % of the wire (1,448 of 1,538 bytes)"
+_ROCE = "Mooncake reports 87 GB/s on four 200 Gb/s ports with RoCE"
+_GUESS = "is an assumption"
 
+_ALL = (
+    _link("eth-10", 1.25, 0.94, True, f"IEEE 802.3ae; {_TCP}"),
+    _link("eth-25", 3.125, 0.94, True, f"IEEE 802.3by; {_TCP}"),
+    _link("eth-100", 12.5, 0.72, True, "IEEE 802.3bm; TCP at 9 GB/s a port: Mooncake reports RoCE as 2.4 times that fast"),
+    _link("eth-400", 50, 0.40, True, f"IEEE 802.3bs; 20 GB/s by many TCP connections {_GUESS}"),
+    _link("tcp", 12.5, 0.28, True, f"one TCP connection on 100 Gb/s Ethernet; 28 Gb/s {_GUESS}"),
+    _link("tcp-fallback", 12.5, 0.047, True, "UCX that found no RDMA: 0.59 GB/s, openucx/ucx#10854; vllm#52607 has 0.5"),
+    _link("roce-100", 12.5, 0.87, False, f"RoCE v2, a port for each GPU; {_ROCE}"),
+    _link("roce-200", 25, 0.87, False, f"RoCE v2, a port for each GPU; {_ROCE}"),
+    _link("roce-400", 50, 0.87, False, f"RoCE v2, a port for each GPU; {_ROCE}"),
+    _link("ib-200", 25, 0.90, False, f"InfiniBand HDR, a port for each GPU; 90 % {_GUESS}"),
+    _link("ib-400", 50, 0.90, False, "InfiniBand NDR, a port for each GPU; 45 GB/s is what guides to P/D take"),
+    _link("pcie-staged", 31.5, 0.35, False, "PCIe 4.0 x16 with host memory between: 11 GB/s is what guides to P/D take"),
+    _link("pcie-4", 31.5, 0.82, False, "PCIe 4.0 x16, GPU to GPU: p2pBandwidthLatencyTest, 25.9 GB/s is common"),
+    _link("pcie-5", 63, 0.78, False, "PCIe 5.0 x16, GPU to GPU: 49 GB/s, vllm#52607"),
+    _link("nvlink-3", 300, 0.80, False, f"NVIDIA A100 data sheet, 600 GB/s both ways; 80 % {_GUESS}"),
+    _link("nvlink-4", 450, 0.80, False, f"NVIDIA H100 data sheet, 900 GB/s both ways; 80 % {_GUESS}"),
+    _link("nvlink-5", 900, 0.80, False, f"NVIDIA B200 data sheet, 1.8 TB/s both ways; 80 % {_GUESS}"),
+)
 LINKS: Mapping[str, Link] = {each.name: each for each in _ALL}
 
 

@@ -1,17 +1,20 @@
-"""The shape of a model: what its ``config.json`` says that planning needs."""
+"""The shape of a model: what planning needs to know of it, from a model that comes with Baton or from a ``config.json``."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from extproc.plan.dtypes import WEIGHT_BYTES, weight_dtype
-from extproc.plan.errors import PlanError, unknown
-from extproc.routing.kv_size import kv_bytes_per_token
+from extproc.plan.errors import PlanError
+from extproc.plan.parameters import attention_width, count
+from extproc.routing.kv_size import kv_bytes_per_token, kv_heads, layer_shares, text_config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,48 +24,141 @@ class Shape:
     name: str
     parameters: float
     active_parameters: float
-    """Those that a token is multiplied with; fewer than all with experts."""
+    """Those that each token is multiplied with; fewer than all with experts."""
     layers: int
     hidden: int
     config: Mapping[str, Any]
 
     def kv_bytes_per_token(self, kv_dtype: str = "auto", context_tokens: int | None = None) -> float:
         """KV cache of a token, all layers, as :func:`extproc.routing.kv_size.kv_bytes_per_token`. Raises PlanError."""
-        try:
-            return kv_bytes_per_token(self.config, kv_dtype=kv_dtype, context_tokens=context_tokens)
-        except ValueError as error:
-            raise PlanError(f"{self.name}: {error}") from None
+        return kv_bytes(self.name, self.config, kv_dtype, context_tokens)
 
     def weight_bytes(self, dtype: str) -> float:
         """All weights in ``dtype``. Raises PlanError for a format that is not known."""
         return self.parameters * WEIGHT_BYTES[weight_dtype(dtype)]
 
+    def kv_copies(self, tensor_parallel: int) -> int:
+        """How many of so many GPUs hold the same KV: a head is never cut, and MLA's one vector is whole on each.
+
+        Raises PlanError for a number of GPUs that the model's heads cannot be shared out to.
+        """
+        try:
+            text = text_config(self.config)
+            heads = 1 if text.get("kv_lora_rank") is not None else kv_heads(text)
+        except ValueError as error:
+            raise PlanError(f"{self.name}: {error}") from None
+        if tensor_parallel < 1:
+            raise PlanError(f"tensor parallel size: at least 1, not {tensor_parallel}")
+        queries = text.get("num_attention_heads") or text.get("n_head")
+        if isinstance(queries, int) and queries % tensor_parallel:
+            raise PlanError(f"{self.name}: {queries} attention heads cannot be shared out to {tensor_parallel} GPUs")
+        if heads % tensor_parallel and tensor_parallel % heads:
+            raise PlanError(f"{self.name}: {heads} KV heads cannot be shared out to {tensor_parallel} GPUs")
+        return max(1, tensor_parallel // heads)
+
+    def prefill_layers(self, context_tokens: int | None) -> float:
+        """Layers of full attention that prefilling ``context_tokens`` tokens is worth. Raises PlanError.
+
+        A token of a layer with a window of w sees at most w tokens: over n tokens that is 2w/n - (w/n)^2 of what full
+        attention has to do. Layers without attention count nothing.
+        """
+        try:
+            shares = layer_shares(text_config(self.config), context_tokens)
+        except ValueError as error:
+            raise PlanError(f"{self.name}: {error}") from None
+        return sum(2 * share - share**2 for share in shares)
+
 
 class _Bundled(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A file of ``models/``: numbers of published models, and where they are published."""
+
     source: str
+    hub: tuple[str, ...]
+    """Names on the model hub of this model, and of those with the same shape."""
     parameters: float
     config: dict[str, Any]
     active_parameters: float | None = None
 
 
+def kv_bytes(name: str, config: Mapping[str, Any], kv_dtype: str = "auto", context_tokens: int | None = None) -> float:
+    """KV cache of a token of the model ``name``, all layers. Raises PlanError."""
+    try:
+        return kv_bytes_per_token(config, kv_dtype=kv_dtype, context_tokens=context_tokens)
+    except ValueError as error:
+        raise PlanError(f"{name}: {error}") from None
+
+
 def model_names() -> list[str]:
     """The models that come with Baton."""
-    folder = resources.files("extproc.plan") / "models"
-    return sorted(each.name.removesuffix(".json") for each in folder.iterdir() if each.name.endswith(".json"))
+    return sorted(_bundled())
 
 
-def shape_of(name_or_path: str) -> Shape:
-    """A model that comes with Baton, by name. Raises PlanError with the names that are known."""
-    name = name_or_path.strip().lower()
-    if name not in model_names():
-        raise unknown("the model", name_or_path, model_names())
-    text = (resources.files("extproc.plan") / "models" / f"{name}.json").read_text(encoding="utf-8")
-    found = msgspec.json.decode(text, type=_Bundled)
+def config_of(name_or_path: str) -> tuple[str, Mapping[str, Any]]:
+    """A model's name and ``config.json``: one that comes with Baton, a file, or a folder with one. Raises PlanError."""
+    found = _named(name_or_path)
+    if found is not None:
+        return found[0], found[1].config
+    path = Path(name_or_path)
+    if path.is_dir():
+        path = path / "config.json"
+    if not path.exists():
+        known = ", ".join(model_names())
+        raise PlanError(f"the model {name_or_path!r} is not known, and there is no such file; known are {known}")
+    try:
+        config = msgspec.json.decode(path.read_bytes())
+    except (OSError, msgspec.DecodeError) as error:
+        raise PlanError(f"{path}: {error}") from None
+    if not isinstance(config, dict):
+        raise PlanError(f"{path}: a JSON object is needed, as models have in config.json")
+    return path.parent.resolve().name if path.name == "config.json" else path.stem, config
+
+
+def shape_of(name_or_path: str, *, parameters: float | None = None, active_parameters: float | None = None) -> Shape:
+    """A model by name, or by the path of its ``config.json`` or folder. Raises PlanError.
+
+    ``parameters`` and ``active_parameters`` count more than what is published or can be counted; a model whose layers cannot
+    be counted needs them.
+    """
+    name, config = config_of(name_or_path)
+    found = _named(name_or_path)
+    try:
+        if parameters is None:
+            total, active = (count(config)) if found is None else (found[1].parameters, found[1].active_parameters)
+        else:
+            total, active = parameters, None
+        if active_parameters is not None:
+            active = active_parameters
+        attention_width(config)
+        text = text_config(config)
+        layers = len(layer_shares(text, None))
+    except ValueError as error:
+        raise PlanError(f"{name}: {error}") from None
+    active = total if active is None else active
+    if not 0 < active <= total:
+        raise PlanError(f"{name}: {active:g} active of {total:g} parameters makes no sense")
     return Shape(
         name=name,
-        parameters=found.parameters,
-        active_parameters=found.active_parameters or found.parameters,
-        layers=int(found.config["num_hidden_layers"]),
-        hidden=int(found.config["hidden_size"]),
-        config=found.config,
+        parameters=total,
+        active_parameters=active,
+        layers=layers,
+        hidden=int(text.get("hidden_size") or text["n_embd"]),
+        config=config,
     )
+
+
+def _named(name: str) -> tuple[str, _Bundled] | None:
+    """By our name, or by the one on the hub, whatever the case."""
+    lower = name.strip().lower()
+    for short, each in _bundled().items():
+        names = [name.lower() for name in each.hub]
+        if lower in (short, *names, *(name.partition("/")[2] for name in names)):
+            return short, each
+    return None
+
+
+@functools.cache
+def _bundled() -> Mapping[str, _Bundled]:
+    decode = msgspec.json.Decoder(_Bundled).decode
+    folder = resources.files("extproc.plan") / "models"
+    files = (each for each in folder.iterdir() if each.name.endswith(".json"))
+    return {each.name.removesuffix(".json"): decode(each.read_bytes()) for each in files}

@@ -33,24 +33,25 @@ def kv_bytes_per_token(config: Mapping[str, Any], *, kv_dtype: str = "auto", con
     that names the key which is missing or makes no sense.
     """
     dtype_bytes = _dtype_bytes(config, kv_dtype)
-    text = _text_config(config)
-    share = sum(_layer_shares(text, context_tokens))
+    text = text_config(config)
+    share = sum(layer_shares(text, context_tokens))
     if text.get("kv_lora_rank") is not None:  # MLA: one latent vector for keys and values of all heads
-        return share * (_positive(text, "kv_lora_rank") + _positive(text, "qk_rope_head_dim")) * dtype_bytes
-    return share * 2 * _kv_heads(text) * _head_dim(text) * dtype_bytes
+        return share * (positive(text, "kv_lora_rank") + positive(text, "qk_rope_head_dim")) * dtype_bytes
+    return share * 2 * kv_heads(text) * head_dim(text) * dtype_bytes
 
 
-def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part that says how the language model is built; the whole ``config.json`` where there is no other."""
     if "num_hidden_layers" not in config:
         for key in _TEXT_CONFIGS:
             inner = config.get(key)
             if isinstance(inner, Mapping):
-                return _text_config(inner)
+                return text_config(inner)
     return config
 
 
-def _positive(config: Mapping[str, Any], *keys: str) -> int:
-    """The first of the keys that is given. Raises ValueError."""
+def positive(config: Mapping[str, Any], *keys: str) -> int:
+    """The whole number that the first of the keys that is given has. Raises ValueError."""
     for key in keys:
         value = config.get(key)
         if value is None:
@@ -64,7 +65,7 @@ def _positive(config: Mapping[str, Any], *keys: str) -> int:
 def _dtype_bytes(config: Mapping[str, Any], kv_dtype: str) -> int:
     name: Any = kv_dtype
     if name == "auto":
-        text = _text_config(config)
+        text = text_config(config)
         places = ((part, key) for part in (text, config) for key in ("torch_dtype", "dtype"))
         name = next((part[key] for part, key in places if part.get(key) is not None), None)
         if name is None:
@@ -77,17 +78,19 @@ def _dtype_bytes(config: Mapping[str, Any], kv_dtype: str) -> int:
     return _DTYPE_BYTES[name]
 
 
-def _kv_heads(config: Mapping[str, Any]) -> int:
+def kv_heads(config: Mapping[str, Any]) -> int:
+    """Heads with keys and values of their own. Raises ValueError."""
     if config.get("num_key_value_heads") is None and config.get("multi_query") is True:
         return 1
-    return _positive(config, "num_key_value_heads", "num_kv_heads", "num_attention_heads", "n_head")
+    return positive(config, "num_key_value_heads", "num_kv_heads", "num_attention_heads", "n_head")
 
 
-def _head_dim(config: Mapping[str, Any]) -> int:
+def head_dim(config: Mapping[str, Any]) -> int:
+    """Numbers in a head's key, and in its value. Raises ValueError."""
     if config.get("head_dim") is not None:
-        return _positive(config, "head_dim")
-    hidden = _positive(config, "hidden_size", "n_embd")
-    heads = _positive(config, "num_attention_heads", "n_head")
+        return positive(config, "head_dim")
+    hidden = positive(config, "hidden_size", "n_embd")
+    heads = positive(config, "num_attention_heads", "n_head")
     if hidden % heads:
         raise ValueError(
             f"config.json: hidden_size {hidden} is not a multiple of num_attention_heads {heads}; head_dim is missing"
@@ -95,23 +98,23 @@ def _head_dim(config: Mapping[str, Any]) -> int:
     return hidden // heads
 
 
-def _layer_shares(config: Mapping[str, Any], context_tokens: int | None) -> list[float]:
-    """Of each layer, the share of the prompt's tokens that it keeps."""
-    layers = _positive(config, "num_hidden_layers", "n_layer")
+def layer_shares(config: Mapping[str, Any], context_tokens: int | None) -> list[float]:
+    """Of each layer with attention, or with none (0), the share of the prompt's tokens that it keeps. Raises ValueError."""
+    layers = positive(config, "num_hidden_layers", "n_layer")
     kinds = _kinds(config, layers)
     if kinds is None:
         everywhere = config.get("sliding_window") is not None and config.get("use_sliding_window", True)
         kinds = ["sliding_attention" if everywhere else "full_attention"] * layers
     shared = config.get("num_kv_shared_layers")  # Gemma 3n: the last ones read the cache of others
     if shared:
-        kinds = kinds[: -_positive(config, "num_kv_shared_layers")]
+        kinds = kinds[: -positive(config, "num_kv_shared_layers")]
     shares = []
     for kind in kinds:
         if kind in _STATEFUL:
             shares.append(0.0)
         elif kind in _WINDOWED:
             keys = ("attention_chunk_size", "sliding_window") if kind.startswith("chunked") else ("sliding_window",)
-            window = _positive(config, *keys, "window_size", "attention_window_size")
+            window = positive(config, *keys, "window_size", "attention_window_size")
             shares.append(1.0 if not context_tokens else min(1.0, window / context_tokens))
         elif kind in ("full_attention", "attention", "global", "global_attention", "full", "hybrid"):
             shares.append(1.0)
@@ -134,11 +137,11 @@ def _kinds(config: Mapping[str, Any], layers: int) -> Sequence[str] | None:
         return ["full_attention" if letter == "*" else "mamba" for letter in pattern]
     every = config.get("full_attention_interval")  # Qwen3-Next: each so many layers one with full attention
     if every is not None:
-        step = _positive(config, "full_attention_interval")
+        step = positive(config, "full_attention_interval")
         return ["linear_attention" if (layer + 1) % step else "full_attention" for layer in range(layers)]
     every = config.get("sliding_window_pattern")  # Gemma 3: likewise, between windows
     if every is not None:
-        step = _positive(config, "sliding_window_pattern")
+        step = positive(config, "sliding_window_pattern")
         return ["sliding_attention" if (layer + 1) % step else "full_attention" for layer in range(layers)]
     linear = config.get("linear_attn_config")  # Kimi Linear: layers counted from 1
     if isinstance(linear, Mapping) and isinstance(linear.get("full_attn_layers"), Sequence):
@@ -146,6 +149,6 @@ def _kinds(config: Mapping[str, Any], layers: int) -> Sequence[str] | None:
         return ["full_attention" if layer + 1 in full else "linear_attention" for layer in range(layers)]
     period = config.get("attn_layer_period")  # Jamba
     if period is not None:
-        step, offset = _positive(config, "attn_layer_period"), config.get("attn_layer_offset", 0)
+        step, offset = positive(config, "attn_layer_period"), config.get("attn_layer_offset", 0)
         return ["full_attention" if layer % step == offset else "mamba" for layer in range(layers)]
     return None

@@ -24,6 +24,8 @@ class Profile:
     layers: int = 80
     hidden: int = 8192
     kv_bytes_a_token: int = 80 * 8 * 128 * 2 * 2
+    kv_copies: int = 1
+    """How often the worker's GPUs hold, read and receive the same KV: with more GPUs than KV heads, several have the same head."""
     flops_a_s: float = 2 * 1979e12 * 0.45
     memory_bytes_a_s: float = 2 * 4.8e12 * 0.60
     step_overhead_s: float = 0.002
@@ -41,10 +43,18 @@ class Profile:
         tokens = prefill_tokens + decodes
         if not tokens:
             return 0.0
-        flops = 2 * self.parameters * tokens + 4 * self.layers * self.hidden * prefill_context_tokens
-        read_bytes = self.weight_bytes + self.kv_bytes_a_token * decode_context_tokens
+        flops = self.step_flops(tokens=tokens, prefill_context_tokens=prefill_context_tokens)
+        read_bytes = self.step_bytes(decode_context_tokens=decode_context_tokens)
         return self.step_overhead_s + max(flops / self.flops_a_s, read_bytes / self.memory_bytes_a_s)
+
+    def step_flops(self, *, tokens: int, prefill_context_tokens: int) -> float:
+        """Work of a step: each token, prefilled or decoded, meets each weight, and the prefilled ones their contexts."""
+        return 2 * self.parameters * tokens + 4 * self.layers * self.hidden * prefill_context_tokens
+
+    def step_bytes(self, *, decode_context_tokens: int) -> float:
+        """What a step reads: all weights once, and the KV of what it decodes."""
+        return self.weight_bytes + self.kv_bytes_a_token * self.kv_copies * decode_context_tokens
 
     def transfer_s(self, tokens: int) -> float:
         """Moving the KV of ``tokens`` tokens to another worker, once the two know each other."""
-        return self.transfer_overhead_s + tokens * self.kv_bytes_a_token / self.transfer_bytes_a_s
+        return self.transfer_overhead_s + tokens * self.kv_bytes_a_token * self.kv_copies / self.transfer_bytes_a_s
