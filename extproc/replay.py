@@ -22,6 +22,8 @@ from workers.goodput import Outcome, Status
 from workers.sim.timing import Profile
 from workers.sim.twin import Done, Event, Gaps, Pulled, TwinConfig, TwinEngine, TwinLoad
 from workers.sim.twin_cache import Change, TwinCache
+from workers.sim.twin_link import Wires
+from workers.sim.twin_tier import TierConfig, TwinTier
 from workers.traces import BLOCK_TOKENS, Request
 
 _PATIENCE_S = 600.0
@@ -90,6 +92,10 @@ class Setup:
     """Of the prefill workers; None: as the others."""
     prefill_profile: Profile | None = None
     """Of the prefill workers; None: as the others."""
+    shared_links: bool = False
+    """Whether transfers through the same worker share its link. False: each takes as long as if it were alone."""
+    tier: TierConfig | None = None
+    """Behind the caches of the workers that prefill; only with ``shared_links``."""
     all_gaps: bool = False
     """Whether the times between all tokens are kept, and not only each request's 99th percentile."""
     hop_s: float = 0.002
@@ -111,6 +117,18 @@ class Setup:
     def of_prefill(self) -> tuple[TwinConfig, Profile]:
         """Limits and hardware of a prefill worker."""
         return self.prefill_engine or self.engine, self.prefill_profile or self.profile
+
+    def wires(self) -> Wires | None:
+        """The ports of all workers, and of the tier; None where transfers share nothing."""
+        if not self.shared_links:
+            return None
+        tier, sending = self.tier, self.of_prefill[1].transfer_bytes_a_s
+        ports = {f"{address} out": sending for address in self.prefill_addresses}
+        ports |= {f"{address} in": self.profile.transfer_bytes_a_s for address in self.decode_addresses}
+        if tier is not None:
+            readers = self.prefill_addresses or self.decode_addresses
+            ports |= {"tier": tier.total_bytes_a_s} | {f"{address} load": tier.bytes_a_s for address in readers}
+        return Wires(ports)
 
 
 class Worked(NamedTuple):
@@ -231,9 +249,9 @@ class _Worker:
 
     __slots__ = ("address", "computed_tokens", "engine", "next_s", "reported")
 
-    def __init__(self, address: str, config: TwinConfig, profile: Profile) -> None:
+    def __init__(self, address: str, config: TwinConfig, profile: Profile, wires: Wires | None, tier: TwinTier | None) -> None:
         self.address = address
-        self.engine = TwinEngine(address, config, profile)
+        self.engine = TwinEngine(address, config, profile, wires=wires, tier=tier)
         self.next_s = math.inf
         self.computed_tokens = 0
         self.reported: TwinLoad = self.engine.load()
@@ -268,9 +286,15 @@ class _Run:
         self._setup = setup
         self._aims = aims
         self._tenant = tenant
-        self._prefill = {address: _Worker(address, *setup.of_prefill) for address in setup.prefill_addresses}
-        self._decode = {address: _Worker(address, setup.engine, setup.profile) for address in setup.decode_addresses}
+        self._wires = setup.wires()
+        tier = None if setup.tier is None else TwinTier(setup.tier)
+        self._prefill = {address: _Worker(address, *setup.of_prefill, self._wires, tier) for address in setup.prefill_addresses}
+        self._decode = {
+            address: _Worker(address, setup.engine, setup.profile, self._wires, None if self._prefill else tier)
+            for address in setup.decode_addresses
+        }
         self._workers = [*self._prefill.values(), *self._decode.values()]
+        self._by_address = self._prefill | self._decode
         self._journeys: dict[str, _Journey] = {}
         self._by_ticket: dict[Hashable, _Journey] = {}
         self._outcomes: dict[int, Outcome] = {}
@@ -297,11 +321,14 @@ class _Run:
             wake_s = self._dispatcher.next_wake_s()
             message_s = self._messages[0][0] if self._messages else math.inf
             worker_s = min(worker.next_s for worker in self._workers)
-            next_s = min(arrival_s, worker_s, message_s, math.inf if wake_s is None else wake_s)
+            wire_s = math.inf if self._wires is None else self._wires.next_event_s()
+            next_s = min(arrival_s, worker_s, wire_s, message_s, math.inf if wake_s is None else wake_s)
             if next_s == math.inf:
                 raise RuntimeError(f"{len(requests) - len(self._outcomes)} requests were never decided about")
             now_s = max(now_s, min(next_s, scrape_s))
             decide = wake_s is not None and wake_s <= now_s
+            if wire_s <= now_s:
+                worker_s = min(worker_s, self._arrived_over_wires(now_s))
             if worker_s <= now_s:
                 for worker in self._workers:
                     if worker.next_s <= now_s:
@@ -360,6 +387,17 @@ class _Run:
         )
         journey.ticket = self._dispatcher.submit(job, now_s)
         self._by_ticket[journey.ticket] = journey
+
+    def _arrived_over_wires(self, now_s: float) -> float:
+        """Tell those that waited; when the first of them goes on, infinity if none does."""
+        assert self._wires is not None
+        first_s = math.inf
+        for to, name, at_s in self._wires.advance(now_s):
+            worker = self._by_address[to]
+            worker.engine.arrived(name, at_s)
+            worker.stirred()
+            first_s = min(first_s, worker.next_s)
+        return first_s
 
     def _decided(self, journey: _Journey, placed: Placed | Refused, now_s: float) -> None:
         journey.placed, journey.placed_s = placed, now_s

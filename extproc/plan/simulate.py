@@ -23,6 +23,7 @@ from extproc.routing.settings import Routing
 from workers.goodput import Outcome
 from workers.sim.timing import Profile
 from workers.sim.twin import TwinConfig
+from workers.sim.twin_tier import TierConfig
 from workers.traces import BLOCK_TOKENS, Request
 
 
@@ -121,6 +122,8 @@ def setup_of(arrangement: Arrangement) -> Setup:
         profile=_profile(arrangement, decode),
         prefill_engine=_config(arrangement, prefill),
         prefill_profile=_profile(arrangement, prefill),
+        shared_links=True,
+        tier=_tier(arrangement),
         all_gaps=True,
     )
 
@@ -135,6 +138,20 @@ def _config(arrangement: Arrangement, engine: Engine) -> TwinConfig:
         max_num_seqs=arrangement.max_num_seqs,
         max_num_batched_tokens=arrangement.chunk_tokens,
         prefix_caching=arrangement.prefix_caching,
+        chunked=arrangement.chunked or not arrangement.colocated,
+    )
+
+
+def _tier(arrangement: Arrangement) -> TierConfig | None:
+    cache = arrangement.shared_cache
+    if cache is None:
+        return None
+    workers = arrangement.prefill or arrangement.decode
+    return TierConfig(
+        num_blocks=max(1, cache.capacity_tokens // BLOCK_TOKENS),
+        bytes_a_s=cache.bytes_a_s,
+        total_bytes_a_s=cache.total_bytes_a_s or workers * cache.bytes_a_s,
+        overhead_s=cache.overhead_s,
     )
 
 

@@ -20,6 +20,8 @@ from typing import NamedTuple
 from workers.goodput import percentile
 from workers.sim.timing import Profile
 from workers.sim.twin_cache import Block, TwinCache
+from workers.sim.twin_link import Wires
+from workers.sim.twin_tier import TwinTier
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,9 @@ class TwinConfig:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
     prefix_caching: bool = True
+    chunked: bool = True
+    """False: as vLLM was before it cut prompts into chunks. A step is of whole prompts, as many as fit into
+    ``max_num_batched_tokens``, or of decodes; prompts go first, and no stream gets a token meanwhile."""
 
     def __post_init__(self) -> None:
         if self.max_num_seqs > self.max_num_batched_tokens:
@@ -98,8 +103,10 @@ class _Sequence:
         "epoch",
         "first_token_s",
         "generated",
+        "joined_s",
         "joined_step",
         "keys",
+        "load_blocks",
         "name",
         "peer",
         "pin",
@@ -126,10 +133,14 @@ class _Sequence:
         self.scheduled_s: float | None = None
         self.first_token_s = 0.0
         self.joined_step = 0
+        self.joined_s = 0.0
+        """When it got the token of ``joined_step``; later than that step's end where prompts stall the decodes."""
+        self.load_blocks = 0
+        """To be read from the tier behind the cache before it can run."""
         self.epoch = 0
         """What was planned for it in an earlier one is void: it was preempted since."""
-        self.spans: list[tuple[int, int]] = []
-        """First and last step of each stretch in which every step gave it a token."""
+        self.spans: list[tuple[int, int, float]] = []
+        """First and last step of each stretch in which every step gave it a token, and when the first token came."""
 
     @property
     def total_tokens(self) -> int:
@@ -139,27 +150,42 @@ class _Sequence:
 class TwinEngine:
     """One engine. Time only moves in :meth:`advance`; nothing may be submitted before what it was advanced to."""
 
-    def __init__(self, name: str, config: TwinConfig, profile: Profile) -> None:
+    def __init__(
+        self, name: str, config: TwinConfig, profile: Profile, *, wires: Wires | None = None, tier: TwinTier | None = None
+    ) -> None:
+        """``wires``: ports ``"{name} in"`` and ``"{peer} out"`` that transfers share, looked after by the caller, who says what
+        came with :meth:`arrived`; None: each transfer takes what the profile says. ``tier``: a cache behind this one, read
+        through the ports ``"{name} load"`` and ``"tier"``. Raises ValueError for a tier without wires."""
+        if tier is not None and wires is None:
+            raise ValueError("a tier is read over wires")
         self.name = name
         self.config = config
         self.profile = profile
+        self._wires = wires
+        self._tier = tier
         self.cache = TwinCache(config.num_blocks)
         self._waiting: deque[_Sequence] = deque()
         self._running: dict[str, _Sequence] = {}
         self._pulls: list[tuple[float, int, float, _Sequence]] = []
+        self._under_way: dict[str, tuple[float, _Sequence]] = {}
+        """On the wires, with when each was asked for."""
         self._pinned: dict[str, list[Block]] = {}
         self._known_from_s: dict[str, float] = {}
         self._order = 0
         self._wake_s: float | None = None
         self._step_end_s: float | None = None
         self._ends_s: list[float] = []
-        """When each step ended."""
+        """When each step ended, but for those that gave the decodes nothing."""
         self._prefilling: list[tuple[_Sequence, int]] = []
         """The prefills of the step under way, with their tokens."""
         self._chunked: _Sequence | None = None
         """The one in the middle of its prefill."""
         self._decodes = 0
         self._decode_context_tokens = 0
+        self._stalled = False
+        """Whether there are decodes that get nothing of the step under way."""
+        self._late: dict[str, float] = {}
+        """Those that joined the decodes since the last step that gave these a token, and when."""
         self._ending: list[tuple[int, int, int, _Sequence]] = []
         self._growing: list[tuple[int, int, int, _Sequence]] = []
         self._gaps = 0
@@ -196,11 +222,17 @@ class TwinEngine:
         self.cache.drop(self._pinned.pop(name))
         self._wake(now_s)
 
+    def arrived(self, name: str, at_s: float) -> None:
+        """What it waited for has come over the wires."""
+        began_s, sequence = self._under_way.pop(name)
+        self._order += 1
+        heapq.heappush(self._pulls, (at_s, self._order, began_s, sequence))
+
     def load(self) -> TwinLoad:
         """What its metrics would say now."""
         return TwinLoad(
             len(self._running),
-            len(self._waiting) + len(self._pulls),
+            len(self._waiting) + len(self._pulls) + len(self._under_way),
             self.cache.usage,
             self._gaps,
             self._gaps_s,
@@ -221,7 +253,7 @@ class TwinEngine:
         events: list[Event] = []
         while (next_s := self.next_event_s()) is not None and next_s <= now_s:
             while self._pulls and self._pulls[0][0] <= next_s:
-                events.append(self._end_pull())
+                self._end_pull(events)
             if self._step_end_s is not None and self._step_end_s <= next_s:
                 self._end_step(events)
             if self._step_end_s is None:
@@ -234,6 +266,12 @@ class TwinEngine:
     def _submit(self, sequence: _Sequence, now_s: float) -> None:
         if -(-(sequence.prompt_tokens + sequence.answer_tokens) // self.config.block_tokens) > self.config.num_blocks:
             raise ValueError(f"{sequence.name}: {sequence.prompt_tokens} tokens and the answer do not fit into {self.name}")
+        longest = self.config.max_num_batched_tokens
+        if not self.config.chunked and sequence.prompt_tokens + sequence.answer_tokens > longest:
+            raise ValueError(
+                f"{sequence.name}: {sequence.prompt_tokens} tokens and the answer are more than the {longest} of a step of "
+                f"{self.name}, which does not cut prompts into chunks"
+            )
         self._waiting.append(sequence)
         self._wake(now_s)
 
@@ -241,50 +279,58 @@ class TwinEngine:
         self._wake_s = now_s if self._wake_s is None else min(self._wake_s, now_s)
 
     def _begin_step(self, now_s: float) -> None:
-        step = len(self._ends_s)
-        while self._growing and self._growing[0][0] <= step:
-            _, _, epoch, growing = heapq.heappop(self._growing)
-            if epoch == growing.epoch:
-                self._grow(growing, step)
-        budget = self.config.max_num_batched_tokens - self._decodes
-        self._prefilling = []
-        context_tokens = 0
-        sequence = self._chunked or self._admit_next(now_s)
-        while sequence is not None:
-            tokens = min(sequence.total_tokens - sequence.computed, budget)
-            self._prefilling.append((sequence, tokens))
-            context_tokens += tokens * (2 * sequence.computed + tokens) // 2
-            budget -= tokens
-            sequence = self._admit_next(now_s) if budget > 0 else None
-        self._chunked = None
+        if self.config.chunked:
+            self._grow_all()
+            context_tokens = self._fill(self.config.max_num_batched_tokens - self._decodes, now_s)
+        else:
+            context_tokens = self._fill(self.config.max_num_batched_tokens, now_s)
+            if not self._prefilling:
+                self._grow_all()
         if not self._decodes and not self._prefilling:
             return
+        self._stalled = not self.config.chunked and bool(self._prefilling) and self._decodes > 0
+        decodes = 0 if self._stalled else self._decodes
         step_s = self.profile.step_s(
             prefill_tokens=sum(tokens for _, tokens in self._prefilling),
             prefill_context_tokens=context_tokens,
-            decodes=self._decodes,
-            decode_context_tokens=self._decode_context_tokens,
+            decodes=decodes,
+            decode_context_tokens=self._decode_context_tokens if decodes else 0,
         )
         self._step_end_s = now_s + step_s
         self.busy_s += step_s
         self.kv_peak = max(self.kv_peak, self.cache.usage)
 
+    def _grow_all(self) -> None:
+        """Blocks for the decodes that need one for the next token."""
+        step = len(self._ends_s)
+        while self._growing and self._growing[0][0] <= step:
+            _, _, epoch, growing = heapq.heappop(self._growing)
+            if epoch == growing.epoch:
+                self._grow(growing, step)
+
+    def _fill(self, budget: int, now_s: float) -> int:
+        """Put prefills of up to ``budget`` tokens into the step; the sum of what each of their tokens attends to."""
+        self._prefilling = []
+        context_tokens = 0
+        sequence = self._chunked or self._admit_next(now_s, budget)
+        while sequence is not None:
+            tokens = min(sequence.total_tokens - sequence.computed, budget)
+            self._prefilling.append((sequence, tokens))
+            context_tokens += tokens * (2 * sequence.computed + tokens) // 2
+            budget -= tokens
+            sequence = self._admit_next(now_s, budget) if budget > 0 else None
+        self._chunked = None
+        return context_tokens
+
     def _end_step(self, events: list[Event]) -> None:
         assert self._step_end_s is not None
-        now_s, step = self._step_end_s, len(self._ends_s)
-        if self._decodes:
-            self._gaps += self._decodes
-            self._gaps_s += self._decodes * (now_s - self._ends_s[-1])
-            if self.gaps is not None:
-                self.gaps.append(Gaps(now_s - self._ends_s[-1], self._decodes))
-        self._ends_s.append(now_s)
+        now_s = self._step_end_s
         self._step_end_s = None
-        self._decode_context_tokens += self._decodes
-        while self._ending and self._ending[0][0] <= step:
-            _, _, epoch, sequence = heapq.heappop(self._ending)
-            if epoch == sequence.epoch:
-                self._leave_decodes(sequence, step)
-                self._finish(sequence, now_s, events)
+        if self._stalled:
+            step = len(self._ends_s) - 1
+        else:
+            step = len(self._ends_s)
+            self._end_decodes(step, now_s, events)
         for sequence, tokens in self._prefilling:
             sequence.computed += tokens
             self._register(sequence)
@@ -293,14 +339,37 @@ class TwinEngine:
                 continue
             if not sequence.generated:
                 sequence.first_token_s = now_s
+            elif self.gaps is not None:
+                self.gaps.append(Gaps(now_s - self._last_token_s(sequence), 1))
             sequence.generated += 1
             if sequence.generated >= sequence.answer_tokens:
-                sequence.spans.append((step, step))
+                sequence.spans.append((step, step, now_s))
                 self._finish(sequence, now_s, events)
             else:
-                self._join_decodes(sequence, step)
+                self._join_decodes(sequence, step, now_s)
 
-    def _admit_next(self, now_s: float) -> _Sequence | None:
+    def _end_decodes(self, step: int, now_s: float, events: list[Event]) -> None:
+        """Each decode has got a token."""
+        if self._decodes:
+            gap_s = now_s - self._ends_s[-1]
+            self._gaps += self._decodes
+            self._gaps_s += self._decodes * gap_s
+            if self._late:
+                self._gaps_s -= sum(joined_s - self._ends_s[-1] for joined_s in self._late.values())
+            if self.gaps is not None:
+                self.gaps += [Gaps(now_s - joined_s, 1) for joined_s in self._late.values()]
+                if self._decodes > len(self._late):
+                    self.gaps.append(Gaps(gap_s, self._decodes - len(self._late)))
+            self._late.clear()
+        self._ends_s.append(now_s)
+        self._decode_context_tokens += self._decodes
+        while self._ending and self._ending[0][0] <= step:
+            _, _, epoch, sequence = heapq.heappop(self._ending)
+            if epoch == sequence.epoch:
+                self._leave_decodes(sequence, step)
+                self._finish(sequence, now_s, events)
+
+    def _admit_next(self, now_s: float, budget: int) -> _Sequence | None:
         """The next sequence that may run in this step. One whose KV must be pulled is sent to get it, and the next one asked.
 
         Where there are no blocks for the first in the queue, one goes that has its blocks already (its pull is over): it
@@ -308,25 +377,46 @@ class TwinEngine:
         """
         while self._waiting and len(self._running) < self.config.max_num_seqs:
             sequence = self._waiting[0]
+            if not self._fits(sequence, budget):
+                return None
             if not self._admit(sequence, now_s):
                 ready = next((other for other in self._waiting if other.blocks), None)
-                if ready is None:
+                if ready is None or not self._fits(ready, budget):
                     return None
                 sequence = ready
             self._waiting.remove(sequence)
-            if sequence.peer is None:
+            if sequence.load_blocks:
+                self._begin_load(sequence, now_s)
+            elif sequence.peer is None:
                 self._running[sequence.name] = sequence
                 return sequence
-            self._begin_pull(sequence, now_s)
+            else:
+                self._begin_pull(sequence, now_s)
         return None
+
+    def _fits(self, sequence: _Sequence, budget: int) -> bool:
+        """Whether all that is to be computed of it goes into what a step has left; where there are chunks, some always does."""
+        if self.config.chunked:
+            return True
+        computed = sequence.computed if sequence.blocks else self._hit(sequence) * self.config.block_tokens
+        return sequence.total_tokens - computed <= budget
+
+    def _usable(self, sequence: _Sequence) -> Sequence[int]:
+        """The keys of its blocks that can be had from a cache; the last token is computed in any case, for its logits."""
+        if not self.config.prefix_caching:
+            return ()
+        size = self.config.block_tokens
+        return sequence.keys[: min((sequence.total_tokens - 1) // size, sequence.prompt_tokens // size)]
+
+    def _hit(self, sequence: _Sequence) -> int:
+        """Blocks of it that are cached here."""
+        return self.cache.match(self._usable(sequence))
 
     def _admit(self, sequence: _Sequence, now_s: float) -> bool:
         if sequence.blocks:
             return True
         size = self.config.block_tokens
-        # The last token is computed in any case: sampling needs its logits.
-        usable = min((sequence.total_tokens - 1) // size, sequence.prompt_tokens // size)
-        hit = self.cache.match(sequence.keys[:usable]) if self.config.prefix_caching else 0
+        hit = self._hit(sequence)
         held = sequence.keys[:hit]
         self.cache.hold(held)
         fresh = -(-sequence.total_tokens // size) - hit
@@ -336,20 +426,51 @@ class TwinEngine:
         sequence.blocks = [*held, *[None] * fresh]
         sequence.registered = hit
         sequence.computed = hit * size
+        if self._tier is not None and sequence.peer is None:
+            usable = self._usable(sequence)
+            sequence.load_blocks = self._tier.match(usable[hit:])
+            self._tier.touch(usable[: hit + sequence.load_blocks])
         if sequence.scheduled_s is None:
             sequence.scheduled_s = now_s
-            sequence.cached_tokens = sequence.computed
+            sequence.cached_tokens = sequence.computed + sequence.load_blocks * size
         return True
 
     def _begin_pull(self, sequence: _Sequence, now_s: float) -> None:
         assert sequence.peer is not None
         known_s = self._known_from_s.setdefault(sequence.peer, now_s + self.profile.handshake_s)
-        ready_s = max(now_s, known_s) + self.profile.transfer_s(sequence.prompt_tokens - sequence.computed)
+        begin_s, tokens = max(now_s, known_s), sequence.prompt_tokens - sequence.computed
+        if self._wires is not None:
+            self._under_way[sequence.name] = now_s, sequence
+            ports = f"{sequence.peer} out", f"{self.name} in"
+            size_bytes = tokens * self.profile.kv_bytes_a_token
+            self._wires.begin(self.name, sequence.name, ports, size_bytes, begin_s + self.profile.transfer_overhead_s)
+            return
         self._order += 1
-        heapq.heappush(self._pulls, (ready_s, self._order, now_s, sequence))
+        heapq.heappush(self._pulls, (begin_s + self.profile.transfer_s(tokens), self._order, now_s, sequence))
 
-    def _end_pull(self) -> Pulled:
+    def _begin_load(self, sequence: _Sequence, now_s: float) -> None:
+        """Blocks of the tier are on their way."""
+        assert self._wires is not None
+        assert self._tier is not None
+        self._under_way[sequence.name] = now_s, sequence
+        size_bytes = sequence.load_blocks * self.config.block_tokens * self.profile.kv_bytes_a_token
+        ports = "tier", f"{self.name} load"
+        self._wires.begin(self.name, sequence.name, ports, size_bytes, now_s + self._tier.config.overhead_s)
+
+    def _end_pull(self, events: list[Event]) -> None:
         ready_s, _, began_s, sequence = heapq.heappop(self._pulls)
+        if sequence.load_blocks:
+            sequence.computed += sequence.load_blocks * self.config.block_tokens
+            sequence.load_blocks = 0
+        else:
+            events.append(self._pulled(sequence, began_s, ready_s))
+        self._register(sequence)
+        if sequence.computed == sequence.prompt_tokens:
+            sequence.computed -= 1
+        self._waiting.appendleft(sequence)
+        self._wake(ready_s)
+
+    def _pulled(self, sequence: _Sequence, began_s: float, ready_s: float) -> Pulled:
         assert sequence.peer is not None
         pulled = Pulled(
             sequence.name, ready_s, sequence.peer, sequence.prompt_tokens - sequence.cached_tokens, ready_s - began_s
@@ -359,21 +480,21 @@ class TwinEngine:
         self._transferred_tokens += pulled.tokens
         sequence.peer = None
         sequence.computed = sequence.prompt_tokens
-        self._register(sequence)
-        sequence.computed -= 1
-        self._waiting.appendleft(sequence)
-        self._wake(ready_s)
         return pulled
 
     def _register(self, sequence: _Sequence) -> None:
         full = min(sequence.computed, sequence.prompt_tokens) // self.config.block_tokens
         if full > sequence.registered and self.config.prefix_caching:
             self.cache.register(sequence.blocks, sequence.registered, sequence.keys[sequence.registered : full])
+            if self._tier is not None:
+                self._tier.store(sequence.keys[sequence.registered : full])
             sequence.registered = full
 
-    def _join_decodes(self, sequence: _Sequence, step: int) -> None:
-        """It has just got a token in ``step``, and will get one in every step from now on."""
-        sequence.joined_step = step
+    def _join_decodes(self, sequence: _Sequence, step: int, now_s: float) -> None:
+        """It has just got a token, in ``step`` or in one after it that counts for none; it gets one in every later step."""
+        sequence.joined_step, sequence.joined_s = step, now_s
+        if self._stalled:
+            self._late[sequence.name] = now_s
         self._decodes += 1
         self._decode_context_tokens += sequence.total_tokens
         self._order += 1
@@ -402,7 +523,8 @@ class TwinEngine:
     def _leave_decodes(self, sequence: _Sequence, last_step: int) -> None:
         """Count what it got from the step it joined in to ``last_step``."""
         sequence.generated += last_step - sequence.joined_step
-        sequence.spans.append((sequence.joined_step, last_step))
+        sequence.spans.append((sequence.joined_step, last_step, sequence.joined_s))
+        self._late.pop(sequence.name, None)
         self._decodes -= 1
         self._decode_context_tokens -= sequence.total_tokens
 
@@ -441,13 +563,21 @@ class TwinEngine:
             )
         )
 
+    def _last_token_s(self, sequence: _Sequence) -> float:
+        """When the last token of its last stretch came."""
+        first, last, joined_s = sequence.spans[-1]
+        return self._ends_s[last] if last > first else joined_s
+
     def _itl_p99_s(self, sequence: _Sequence) -> float | None:
         ends_s = self._ends_s
         gaps_s: list[float] = []
-        before: int | None = None
-        for first, last in sequence.spans:
-            if before is not None:
-                gaps_s.append(ends_s[first] - ends_s[before])
-            gaps_s += [after - end for end, after in zip(ends_s[first:last], ends_s[first + 1 : last + 1], strict=True)]
-            before = last
+        before_s: float | None = None
+        for first, last, joined_s in sequence.spans:
+            if before_s is not None:
+                gaps_s.append(joined_s - before_s)
+            if last > first:
+                gaps_s.append(ends_s[first + 1] - joined_s)
+                stretch_s = zip(ends_s[first + 1 : last], ends_s[first + 2 : last + 1], strict=True)
+                gaps_s += [after - end for end, after in stretch_s]
+            before_s = ends_s[last] if last > first else joined_s
         return percentile(gaps_s, 0.99) if gaps_s else None
