@@ -226,7 +226,7 @@ class World:
         argv = (sys.executable, "-m", "extproc", "serve", "-c", str(config))
         self.stack.filter = self.stack._child(self.stack._parts, "filter", *argv)
         await self.stack._wait(self.stack.filter, f"{self.stack.admin}/healthz", (200,))
-        await self.stack.ext_proc_seen()
+        await self.stack.ext_proc_seen(again=True)
         self.troubles[index] = Trouble("filter restarted", "filter", began_s, time.time() + 1.0)
 
     def _signal(self, number: signal.Signals) -> None:

@@ -20,6 +20,7 @@ from extproc.config import Config, Workers
 from extproc.envoy_tls import write_secrets
 from extproc.envoy_yaml import render
 from extproc.stack import envoy_command, filter_command, find_envoy
+from tests.stack.envoy_sees import until_answers, until_filters_seen
 from tests.stack.fake_worker import FakeWorker, decode_answer, prefill_answer
 from workers.process import Child
 from workers.ready import free_ports
@@ -116,27 +117,11 @@ class Stack:
         return child
 
     async def _wait(self, child: Child, url: str, statuses: tuple[int, ...]) -> None:
-        async with asyncio.timeout(READY_S), aiohttp.ClientSession() as session:
-            while True:
-                assert child.poll() is None, f"{child.name} ended:\n{child.tail()}"
-                try:
-                    async with session.get(url) as response:
-                        if response.status in statuses:
-                            return
-                except aiohttp.ClientError:
-                    pass
-                await asyncio.sleep(0.05)
+        await until_answers(child, url, READY_S, statuses)
 
-    async def ext_proc_seen(self) -> None:
-        """Until Envoy's health check has found the filter."""
-        async with asyncio.timeout(READY_S), aiohttp.ClientSession() as session:
-            while True:
-                async with session.get(f"{self.envoy_admin}/clusters?format=json") as response:
-                    clusters = {c["name"]: c for c in (await response.json(content_type=None))["cluster_statuses"]}
-                hosts = clusters["extproc"].get("host_statuses", [])
-                if hosts and all(not host["health_status"].get("failed_active_health_check") for host in hosts):
-                    return
-                await asyncio.sleep(0.05)
+    async def ext_proc_seen(self, *, again: bool = False) -> None:
+        """Until Envoy's health check has found the filter. ``again``: after it was away."""
+        await until_filters_seen(self.envoy_admin, "extproc".__eq__, READY_S, again=again)
 
     def reset(self) -> None:
         for worker in (*self.prefill, *self.decode):

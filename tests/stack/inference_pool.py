@@ -26,6 +26,7 @@ import msgspec
 
 from extproc.config import Config
 from extproc.stack import envoy_command, filter_command, find_envoy
+from tests.stack.envoy_sees import until_answers
 from tests.stack.fake_worker import FakeWorker, decode_answer, prefill_answer
 from tests.stack.harness import TRANSPORT
 from workers.process import Child
@@ -112,7 +113,7 @@ class Mesh:
             envoy_file = self.directory / "envoy.json"
             envoy_file.write_text(json.dumps(self.envoy_config()), encoding="utf-8")
             self.envoy = self._child("envoy", *envoy_command(find_envoy(), envoy_file))
-            await self._until_answers(self.envoy, f"{self.envoy_admin}/ready")
+            await until_answers(self.envoy, f"{self.envoy_admin}/ready", READY_S)
             self.http = await parts.enter_async_context(
                 aiohttp.ClientSession(
                     self.base, connector=aiohttp.TCPConnector(force_close=True), timeout=aiohttp.ClientTimeout(total=40)
@@ -128,7 +129,7 @@ class Mesh:
         """Baton, until it is ready."""
         argv = filter_command(self._config_file) if self.options is None else [*_BATON, *self.options]
         self.picker = self._child("baton", *argv)
-        await self._until_answers(self.picker, f"{self.admin}/healthz")
+        await until_answers(self.picker, f"{self.admin}/healthz", READY_S)
 
     async def stop_picker(self) -> None:
         await asyncio.to_thread(self.picker.stop)
@@ -137,18 +138,6 @@ class Mesh:
         child = Child(name, argv, log=self.directory / f"{name}.log", grace_s=25.0)
         self._parts.push_async_callback(asyncio.to_thread, child.stop)
         return child
-
-    async def _until_answers(self, child: Child, url: str) -> None:
-        async with asyncio.timeout(READY_S), aiohttp.ClientSession() as session:
-            while True:
-                assert child.poll() is None, f"{child.name} ended:\n{child.tail()}"
-                try:
-                    async with session.get(url) as response:
-                        if response.status == 200:
-                            return
-                except aiohttp.ClientError:
-                    pass
-                await asyncio.sleep(0.05)
 
     # -- what there is to see --------------------------------------------------------------------------------------------------
 

@@ -153,7 +153,7 @@ class Pair(SimStack):
         self._launch(replica)
         await self._wait(replica.child, f"{replica.admin}/healthz", (200,))
         await self.together()
-        await self.ext_proc_seen()
+        await self.ext_proc_seen(again=True)
 
     async def kill(self, replica: Replica) -> None:
         """Without a chance to say anything."""

@@ -69,7 +69,8 @@ class Gateway(Mesh):
                     "grpc_health_check": service,
                 }
             ]
-            made["common_lb_config"] = {"healthy_panic_threshold": {"value": 0}}
+            # 0s: the workers of Envoy know what its admin port says, not up to a second later.
+            made["common_lb_config"] = {"healthy_panic_threshold": {"value": 0}, "update_merge_window": "0s"}
         return made
 
     async def kill(self) -> None:

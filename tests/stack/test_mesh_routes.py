@@ -22,6 +22,7 @@ import pytest
 from extproc.config import Config
 from extproc.envoy_config import build
 from extproc.stack import envoy_command, filter_command, find_envoy
+from tests.stack.envoy_sees import until_answers, until_filters_seen
 from tests.stack.fake_worker import FakeWorker, decode_answer, prefill_answer
 from tests.stack.harness import READY_S, TRANSPORT
 from tests.stack.mesh import envoy_gateway
@@ -105,7 +106,7 @@ class Mesh:
         file.write_bytes(msgspec.json.encode(config))
         child = Child(name, filter_command(file), log=self.directory / f"{name}.log", grace_s=25.0)
         self._parts.push_async_callback(asyncio.to_thread, child.stop)
-        await self._wait(child, f"http://127.0.0.1:{admin}/healthz")
+        await until_answers(child, f"http://127.0.0.1:{admin}/healthz", READY_S)
         self._admins[name] = f"http://127.0.0.1:{admin}"
         self._tree = build(config).to_dict(casing=betterproto2.Casing.SNAKE)
         for cluster in self._tree["static_resources"]["clusters"]:
@@ -133,7 +134,7 @@ class Mesh:
         file.write_text(json.dumps(tree))
         child = Child("envoy", envoy_command(find_envoy(), file), log=self.directory / "envoy.log")
         self._parts.push_async_callback(asyncio.to_thread, child.stop)
-        await self._wait(child, f"http://127.0.0.1:{self.admin}/ready")
+        await until_answers(child, f"http://127.0.0.1:{self.admin}/ready", READY_S)
 
     def ext_proc(self, cluster: str) -> Any:
         """The filter as the last Baton's own configuration has it, for the one behind this cluster."""
@@ -142,18 +143,6 @@ class Mesh:
         (made,) = (json.loads(json.dumps(each)) for each in found if each["name"] == EXT_PROC)
         made["typed_config"]["grpc_service"]["envoy_grpc"]["cluster_name"] = cluster
         return made
-
-    async def _wait(self, child: Child, url: str) -> None:
-        async with asyncio.timeout(READY_S), aiohttp.ClientSession() as session:
-            while True:
-                assert child.poll() is None, f"{child.name} ended:\n{child.tail()}"
-                try:
-                    async with session.get(url) as response:
-                        if response.status == 200:
-                            return
-                except aiohttp.ClientError:
-                    pass
-                await asyncio.sleep(0.05)
 
     async def ask(
         self, model: str, *, prompt: str = PROMPT, path: str = "/v1/completions", **headers: str
@@ -188,19 +177,7 @@ SPOOFED = {"x-gateway-model-name": "qwen", "x-baton-pool": "gold", "x-gateway-de
 
 async def still_there(mesh: Mesh) -> None:
     """Until Envoy's health checks have found the filters."""
-
-    async def seen() -> bool:
-        async with (
-            aiohttp.ClientSession() as session,
-            session.get(f"http://127.0.0.1:{mesh.admin}/clusters?format=json") as response,
-        ):
-            clusters = (await response.json(content_type=None))["cluster_statuses"]
-        hosts = [host for each in clusters if each["name"].startswith("baton-") for host in each.get("host_statuses", [])]
-        return bool(hosts) and not any(host["health_status"].get("failed_active_health_check") for host in hosts)
-
-    async with asyncio.timeout(READY_S):
-        while not await seen():
-            await asyncio.sleep(0.05)
+    await until_filters_seen(f"http://127.0.0.1:{mesh.admin}", lambda cluster: cluster.startswith("baton-"), READY_S)
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ class Several(Stack):
         async with asyncio.timeout(20):
             while await self.of("baton_siblings") != {"0": 1, "1": 1}:
                 await asyncio.sleep(0.05)
-        await self.ext_proc_seen()
+        await self.ext_proc_seen(again=True)
         await asyncio.gather(*(prompt(self, f"hello {number}") for number in range(8)))  # connects to both
         await self.idle()
 

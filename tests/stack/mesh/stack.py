@@ -18,6 +18,7 @@ import msgspec
 
 from extproc.config import Config
 from extproc.stack import envoy_command, filter_command, find_envoy
+from tests.stack.envoy_sees import until_answers, until_filters_seen
 from tests.stack.fake_worker import FakeWorker, decode_answer, prefill_answer
 from tests.stack.harness import TRANSPORT
 from tests.stack.mesh.bootstrap import Ports, Services
@@ -90,7 +91,8 @@ class MeshStack:
             self.http = await parts.enter_async_context(
                 aiohttp.ClientSession(self.base, connector=aiohttp.TCPConnector(force_close=True, limit=0))
             )
-            await self._until(self.envoy, self._envoy_sees_filter)
+            await until_answers(self.envoy, f"{self.envoy_admin}/ready", READY_S)
+            await until_filters_seen(self.envoy_admin, _is_filter, READY_S)
             self._parts = parts.pop_all()
         return self
 
@@ -100,7 +102,15 @@ class MeshStack:
     async def start_filter(self) -> None:
         """Again, after :meth:`stop_filter`, and wait until Envoy has noticed."""
         await self._start_filter(self._parts)
-        await self._until(self.envoy, self._envoy_sees_filter)
+        await until_filters_seen(self.envoy_admin, _is_filter, READY_S, again=True)
+        # An Envoy Gateway has no word for `update_merge_window`: its Envoy may act on it a second later.
+        async with asyncio.timeout(READY_S):
+            while not await self._filter_answers():
+                await asyncio.sleep(0.05)
+
+    async def _filter_answers(self) -> bool:
+        async with self.http.get("/v1/models") as response:
+            return response.status == 200
 
     async def stop_filter(self) -> None:
         """Whether Envoy has noticed makes no difference to what it does: its connections are refused."""
@@ -129,32 +139,8 @@ class MeshStack:
         command = filter_command(self._config_file)
         self.filter = Child("filter", command, log=self.directory / "filter.log", grace_s=10.0)
         parts.push_async_callback(asyncio.to_thread, self.filter.stop)
-        await self._until(self.filter, self._filter_ready)
+        await until_answers(self.filter, f"{self.filter_admin}/healthz", READY_S)
 
-    async def _filter_ready(self) -> bool:
-        async with aiohttp.ClientSession() as session, session.get(f"{self.filter_admin}/healthz") as response:
-            return response.status == 200
 
-    async def _hosts(self) -> list[dict[str, Any]]:
-        async with aiohttp.ClientSession() as session, session.get(f"{self.envoy_admin}/clusters?format=json") as response:
-            clusters = (await response.json(content_type=None))["cluster_statuses"]
-        return [host for each in clusters if self._is_filter(each["name"]) for host in each.get("host_statuses", [])]
-
-    @staticmethod
-    def _is_filter(cluster: str) -> bool:
-        return "baton-filter" in cluster or cluster.startswith("envoyextensionpolicy/")
-
-    async def _envoy_sees_filter(self) -> bool:
-        hosts = await self._hosts()
-        return bool(hosts) and not any(host["health_status"].get("failed_active_health_check") for host in hosts)
-
-    async def _until(self, child: Child, done: Callable[[], Any]) -> None:
-        async with asyncio.timeout(READY_S):
-            while True:
-                assert child.poll() is None, f"{child.name} ended:\n{child.tail()}"
-                try:
-                    if await done():
-                        return
-                except aiohttp.ClientError:
-                    pass
-                await asyncio.sleep(0.05)
+def _is_filter(cluster: str) -> bool:
+    return "baton-filter" in cluster or cluster.startswith("envoyextensionpolicy/")
