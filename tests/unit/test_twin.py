@@ -140,10 +140,10 @@ def workload(seed, count, *, rate=30.0, most_blocks=60, most_answer=40):
     return cases
 
 
-def run(make, cases, config):
+def run(make, cases, config, profile=PROFILE):
     """One prefill and one decode worker; the events of both legs by name."""
-    engines = {"p": make("p", config, PROFILE), "d": make("d", config, PROFILE)}
-    is_twin = make is TwinEngine
+    engines = {"p": make("p", config, profile), "d": make("d", config, profile)}
+    is_twin = issubclass(make, TwinEngine)
     pending, by_name, done = list(enumerate(cases)), {}, {}
 
     def start(name, case, worker, now_s):
