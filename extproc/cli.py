@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from extproc import __version__, cli_cache, cli_epp, cli_kubernetes, cli_preflight, cli_top, cli_worker
+from extproc import __version__, cli_cache, cli_epp, cli_kubernetes, cli_plan, cli_preflight, cli_top, cli_worker
 from extproc.config import Config, ConfigError, load
 
 if TYPE_CHECKING:
@@ -438,6 +438,7 @@ def explain(
 cli_cache.register(app)
 cli_epp.register(app)
 cli_kubernetes.register(app)
+cli_plan.register(app)
 cli_preflight.register(app)
 cli_top.register(app)
 cli_worker.register(app)

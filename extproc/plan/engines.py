@@ -53,8 +53,7 @@ def engine(
 
     ``context_tokens`` is the typical length of a prompt. It matters only to models that see a window: their KV of a token and
     their attention's work are means over such a prompt, and other lengths are predicted less well. None: shorter than every
-    window. Of a model with experts, a step reads all weights, as large batches do; small ones are faster than predicted here.
-    Raises PlanError for bad input, and where the model does not fit.
+    window. Raises PlanError for bad input, and where the model does not fit.
     """
     _check(prefill_efficiency, decode_efficiency, step_overhead_s, memory_utilization)
     copies = shape.kv_copies(tensor_parallel)
@@ -74,6 +73,8 @@ def engine(
     profile = Profile(
         parameters=shape.active_parameters,
         weight_bytes=weight_bytes,
+        expert_bytes=weight_bytes * shape.routed_parameters / shape.parameters,
+        expert_share=shape.expert_share,
         layers=round(layers),
         hidden=round(attention_width(shape.config) * layers / round(layers)),
         kv_bytes_a_token=round(kv_bytes),
@@ -85,6 +86,21 @@ def engine(
         transfer_overhead_s=link.overhead_s,
     )
     return Engine(profile, kv_tokens, tensor_parallel)
+
+
+def fewest_gpus(shape: Shape, gpu: Gpu, *, weight_dtype: str, kv_dtype: str, hold_tokens: int = 1) -> int:
+    """The fewest GPUs, up to 16, of a worker whose KV cache holds ``hold_tokens``. Raises PlanError if none does."""
+    fault = PlanError(f"{shape.name}: no number of GPUs up to 16 shares out its heads")
+    for gpus in (1, 2, 4, 8, 16):
+        try:
+            found = engine(shape, gpu, tensor_parallel=gpus, weight_dtype=weight_dtype, kv_dtype=kv_dtype)
+        except PlanError as error:
+            fault = error
+            continue
+        if found.kv_tokens >= hold_tokens:
+            return gpus
+        fault = PlanError(f"{shape.name}: {gpus} x {gpu.name} hold {found.kv_tokens:,} tokens of KV, and not {hold_tokens:,}")
+    raise fault
 
 
 def _check(prefill_efficiency: float, decode_efficiency: float, step_overhead_s: float, memory_utilization: float) -> None:

@@ -25,6 +25,14 @@ class Parameters(NamedTuple):
     """Those that each token is multiplied with."""
 
 
+class Routed(NamedTuple):
+    """The routed experts of one model, all layers together."""
+
+    parameters: float
+    share: float
+    """Of a layer's experts, how many a token goes to."""
+
+
 def count(config: Mapping[str, Any]) -> Parameters:
     """Parameters of a transformer with attention in every layer, with or without experts.
 
@@ -38,16 +46,23 @@ def count(config: Mapping[str, Any]) -> Parameters:
     tied = text.get("tie_word_embeddings", config.get("tie_word_embeddings", True))
     embeddings = positive(text, "vocab_size") * hidden * (1 if tied else 2)
     every = embeddings + layers * _attention(text, hidden)
-    experts = next((positive(text, key) for key in _EXPERTS if text.get(key) is not None), 0)
-    if not experts:
-        total = every + layers * _feed_forward(text, hidden, _width(text, hidden))
-        return Parameters(total, total)
     sparse = _sparse_layers(text, layers)
+    every += (layers - sparse) * (_feed_forward(text, hidden, _width(text, hidden)) if sparse < layers else 0)
+    every += sparse * (hidden * _experts(text) + _shared(text, hidden))
+    experts = routed(config)
+    return Parameters(every + experts.parameters, every + experts.parameters * experts.share)
+
+
+def routed(config: Mapping[str, Any]) -> Routed:
+    """The experts of a model; none of a dense one. Raises ValueError that names the key which is missing or makes no sense."""
+    text = text_config(config)
+    experts = _experts(text)
+    if not experts:
+        return Routed(0.0, 1.0)
+    hidden = positive(text, "hidden_size", "n_embd")
     expert = _feed_forward(text, hidden, positive(text, "moe_intermediate_size", "intermediate_size"))
-    dense = (layers - sparse) * (_feed_forward(text, hidden, positive(text, "intermediate_size")) if sparse < layers else 0)
-    every += dense + sparse * (hidden * experts + _shared(text, hidden))
-    used = positive(text, *_EXPERTS_PER_TOKEN)
-    return Parameters(every + sparse * experts * expert, every + sparse * min(used, experts) * expert)
+    sparse = _sparse_layers(text, positive(text, "num_hidden_layers", "n_layer"))
+    return Routed(sparse * experts * expert, min(1.0, positive(text, *_EXPERTS_PER_TOKEN) / experts))
 
 
 def attention_width(config: Mapping[str, Any]) -> float:
@@ -94,8 +109,17 @@ def _shared(text: Mapping[str, Any], hidden: int) -> float:
     return 0.0
 
 
+def _experts(text: Mapping[str, Any]) -> int:
+    return next((positive(text, key) for key in _EXPERTS if text.get(key) is not None), 0)
+
+
 def _sparse_layers(text: Mapping[str, Any], layers: int) -> int:
     """Layers with experts."""
+    if not _experts(text):
+        return 0
+    if text.get("expert_layer_period") is not None:  # Jamba
+        period, offset = positive(text, "expert_layer_period"), text.get("expert_layer_offset", 0)
+        return sum(layer % period == offset for layer in range(layers))
     first = text.get("first_k_dense_replace") or 0
     dense = set(text.get("mlp_only_layers") or ())
     step = 1

@@ -13,8 +13,8 @@ import msgspec
 
 from extproc.plan.dtypes import WEIGHT_BYTES, weight_dtype
 from extproc.plan.errors import PlanError
-from extproc.plan.parameters import attention_width, count
-from extproc.routing.kv_size import kv_bytes_per_token, kv_heads, layer_shares, text_config
+from extproc.plan.parameters import attention_width, count, routed
+from extproc.routing.kv_size import kv_bytes_per_token, kv_heads, layer_shares, positive, text_config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +25,10 @@ class Shape:
     parameters: float
     active_parameters: float
     """Those that each token is multiplied with; fewer than all with experts."""
+    routed_parameters: float = 0.0
+    """Of all, those of routed experts."""
+    expert_share: float = 1.0
+    """Of a layer's routed experts, how many a token goes to."""
     layers: int
     hidden: int
     config: Mapping[str, Any]
@@ -38,23 +42,8 @@ class Shape:
         return self.parameters * WEIGHT_BYTES[weight_dtype(dtype)]
 
     def kv_copies(self, tensor_parallel: int) -> int:
-        """How many of so many GPUs hold the same KV: a head is never cut, and MLA's one vector is whole on each.
-
-        Raises PlanError for a number of GPUs that the model's heads cannot be shared out to.
-        """
-        try:
-            text = text_config(self.config)
-            heads = 1 if text.get("kv_lora_rank") is not None else kv_heads(text)
-        except ValueError as error:
-            raise PlanError(f"{self.name}: {error}") from None
-        if tensor_parallel < 1:
-            raise PlanError(f"tensor parallel size: at least 1, not {tensor_parallel}")
-        queries = text.get("num_attention_heads") or text.get("n_head")
-        if isinstance(queries, int) and queries % tensor_parallel:
-            raise PlanError(f"{self.name}: {queries} attention heads cannot be shared out to {tensor_parallel} GPUs")
-        if heads % tensor_parallel and tensor_parallel % heads:
-            raise PlanError(f"{self.name}: {heads} KV heads cannot be shared out to {tensor_parallel} GPUs")
-        return max(1, tensor_parallel // heads)
+        """As :func:`kv_copies`."""
+        return kv_copies(self.name, self.config, tensor_parallel)
 
     def prefill_layers(self, context_tokens: int | None) -> float:
         """Layers of full attention that prefilling ``context_tokens`` tokens is worth. Raises PlanError.
@@ -86,6 +75,26 @@ def kv_bytes(name: str, config: Mapping[str, Any], kv_dtype: str = "auto", conte
         return kv_bytes_per_token(config, kv_dtype=kv_dtype, context_tokens=context_tokens)
     except ValueError as error:
         raise PlanError(f"{name}: {error}") from None
+
+
+def kv_copies(name: str, config: Mapping[str, Any], tensor_parallel: int) -> int:
+    """How many of so many GPUs hold the same KV: a head is never cut, and MLA's one vector is whole on each.
+
+    Raises PlanError for a number of GPUs that the model's heads cannot be shared out to.
+    """
+    try:
+        text = text_config(config)
+        heads = 1 if text.get("kv_lora_rank") is not None else kv_heads(text)
+        queries = positive(text, "num_attention_heads", "n_head")
+    except ValueError as error:
+        raise PlanError(f"{name}: {error}") from None
+    if tensor_parallel < 1:
+        raise PlanError(f"GPUs of a worker: at least 1, not {tensor_parallel}")
+    if queries % tensor_parallel:
+        raise PlanError(f"{name}: {queries} attention heads cannot be shared out to {tensor_parallel} GPUs")
+    if heads % tensor_parallel and tensor_parallel % heads:
+        raise PlanError(f"{name}: {heads} KV heads cannot be shared out to {tensor_parallel} GPUs")
+    return max(1, tensor_parallel // heads)
 
 
 def model_names() -> list[str]:
@@ -128,18 +137,23 @@ def shape_of(name_or_path: str, *, parameters: float | None = None, active_param
             total, active = parameters, None
         if active_parameters is not None:
             active = active_parameters
+        experts = routed(config)
         attention_width(config)
         text = text_config(config)
         layers = len(layer_shares(text, None))
     except ValueError as error:
         raise PlanError(f"{name}: {error}") from None
     active = total if active is None else active
-    if not 0 < active <= total:
-        raise PlanError(f"{name}: {active:g} active of {total:g} parameters makes no sense")
+    if not 0 < active <= total or experts.parameters > total:
+        raise PlanError(
+            f"{name}: {active:g} active ones of {total:g} parameters, with {experts.parameters:g} in experts, make no sense"
+        )
     return Shape(
         name=name,
         parameters=total,
         active_parameters=active,
+        routed_parameters=experts.parameters,
+        expert_share=experts.share,
         layers=layers,
         hidden=int(text.get("hidden_size") or text["n_embd"]),
         config=config,

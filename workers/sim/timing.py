@@ -21,11 +21,15 @@ class Profile:
 
     parameters: float = 70.6e9
     weight_bytes: float = 70.6e9
+    expert_bytes: float = 0.0
+    """Of these, routed experts, of which a step reads those that its tokens go to."""
+    expert_share: float = 1.0
+    """Of the experts of a layer, how many a token goes to."""
     layers: int = 80
     hidden: int = 8192
     kv_bytes_a_token: int = 80 * 8 * 128 * 2 * 2
     kv_copies: int = 1
-    """How often the worker's GPUs hold, read and receive the same KV: with more GPUs than KV heads, several have the same head."""
+    """How often the worker's GPUs hold, read and receive the same KV: more GPUs than KV heads have copies of a head."""
     flops_a_s: float = 2 * 1979e12 * 0.45
     memory_bytes_a_s: float = 2 * 4.8e12 * 0.60
     step_overhead_s: float = 0.002
@@ -44,16 +48,23 @@ class Profile:
         if not tokens:
             return 0.0
         flops = self.step_flops(tokens=tokens, prefill_context_tokens=prefill_context_tokens)
-        read_bytes = self.step_bytes(decode_context_tokens=decode_context_tokens)
+        read_bytes = self.step_bytes(tokens=tokens, decode_context_tokens=decode_context_tokens)
         return self.step_overhead_s + max(flops / self.flops_a_s, read_bytes / self.memory_bytes_a_s)
 
     def step_flops(self, *, tokens: int, prefill_context_tokens: int) -> float:
         """Work of a step: each token, prefilled or decoded, meets each weight, and the prefilled ones their contexts."""
         return 2 * self.parameters * tokens + 4 * self.layers * self.hidden * prefill_context_tokens
 
-    def step_bytes(self, *, decode_context_tokens: int) -> float:
-        """What a step reads: all weights once, and the KV of what it decodes."""
-        return self.weight_bytes + self.kv_bytes_a_token * self.kv_copies * decode_context_tokens
+    def step_bytes(self, *, tokens: int, decode_context_tokens: int) -> float:
+        """What a step reads: its weights once, and the KV of what it decodes.
+
+        Of routed experts, those that one of ``tokens`` tokens goes to, where all are as likely as the others and tokens choose
+        for themselves: an assumption, and few tokens that are alike read less.
+        """
+        kv_bytes = self.kv_bytes_a_token * self.kv_copies * decode_context_tokens
+        if not self.expert_bytes:
+            return self.weight_bytes + kv_bytes
+        return self.weight_bytes - self.expert_bytes * (1 - self.expert_share) ** tokens + kv_bytes
 
     def transfer_s(self, tokens: int) -> float:
         """Moving the KV of ``tokens`` tokens to another worker, once the two know each other."""
