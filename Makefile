@@ -12,7 +12,7 @@ SHELL := /bin/bash
 .PHONY: help up test install lint types unit stack page chaos soak engine kube generate lock clean bench-routing bench-overhead bench-peers bench-interference
 
 help:  ## Show this list.
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 15
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
 
 up: $(VENV)/installed  ## Envoy, the filter and two vLLM workers on this machine, and a first answer.
 	$(BIN)/baton up $(ARGS)

@@ -101,7 +101,7 @@ def _made(spec: WorkerSpec, name: str, setting: Setting, index: int) -> tuple[Wo
     if setting.engine == "sim":
         # Two workers have twice the hardware of one: so one that is twice as fast stands for two.
         speed = 1.0 if name == APART else 2.0
-        spec = replace(spec, extra_args=("--speed", f"{speed:g}", "--num-blocks", "34900"))
+        spec = replace(spec, extra_args=("--speed", f"{speed:g}", "--handshake-s", "0.5"))
         return spec, sim.command(spec)
     if name == COLOCATED:
         spec = replace(spec, extra_args=("--no-enable-chunked-prefill",))
