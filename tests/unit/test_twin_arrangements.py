@@ -1,6 +1,7 @@
 """What tells arrangements of workers apart in the twin: whole prompts, shared links, a shared cache; against cases by hand."""
 
 import hashlib
+from dataclasses import replace
 
 import pytest
 from test_replay import conversations
@@ -165,6 +166,28 @@ def test_all_gaps_of_chunked_streams_add_up_to_their_times():
     assert twin.preemptions > 0
     spans_s = sum(event.at_s - event.first_token_s for event in done.values())
     assert sum(gap.gap_s * gap.streams for gap in twin.gaps) == pytest.approx(spans_s, rel=1e-9)
+
+
+def test_kernels_one_after_the_other_add_up_in_a_mixed_step_and_change_nothing_else():
+    """1,000 prefill tokens that attend to 20,000 each, with 50 decodes of 28,000: by hand."""
+    apart = Profile(
+        parameters=70e9,
+        weight_bytes=70e9,
+        flops_a_s=7e15,
+        memory_bytes_a_s=20e12,
+        kv_bytes_a_token=300_000,
+        step_overhead_s=0.002,
+        attention_apart=True,
+    )
+    together = replace(apart, attention_apart=False)
+    mixed = {"prefill_tokens": 1000, "prefill_context_tokens": 20_000_000, "decodes": 50, "decode_context_tokens": 1_400_000}
+    linear_s, prefill_s, decode_s = 2 * 70e9 * 1050 / 7e15, 4 * 80 * 8192 * 20e6 / 7e15, 300_000 * 1.4e6 / 20e12
+    assert apart.step_s(**mixed) == pytest.approx(0.002 + linear_s + prefill_s + decode_s)
+    assert together.step_s(**mixed) == pytest.approx(0.002 + linear_s + prefill_s)  # reading is hidden behind arithmetic
+    alone = ("prefill_tokens", "prefill_context_tokens"), ("decodes", "decode_context_tokens")
+    for fields in alone:
+        only = {key: value if key in fields else 0 for key, value in mixed.items()}
+        assert apart.step_s(**only) == pytest.approx(together.step_s(**only), rel=1e-12)
 
 
 # -- links -----------------------------------------------------------------------------------------------------------------

@@ -37,6 +37,10 @@ class Profile:
     transfer_overhead_s: float = 0.002
     handshake_s: float = 5.0
     """The first transfer between two engines. Reports on NIXL speak of about five seconds."""
+    attention_apart: bool = False
+    """Whether the kernels of a step run one after the other: the linear layers of all its tokens, which read the weights once,
+    then attention of the prefills, then that of the decodes, which reads their KV. False: arithmetic and reading overlap
+    wholly, and a step takes the longer of the two. They differ where prefills and decodes share a step."""
 
     def step_s(self, *, prefill_tokens: int, prefill_context_tokens: int, decodes: int, decode_context_tokens: int) -> float:
         """One engine step.
@@ -49,6 +53,12 @@ class Profile:
             return 0.0
         flops = self.step_flops(tokens=tokens, prefill_context_tokens=prefill_context_tokens)
         read_bytes = self.step_bytes(tokens=tokens, decode_context_tokens=decode_context_tokens)
+        if self.attention_apart:
+            linear_flops = self.step_flops(tokens=tokens, prefill_context_tokens=0)
+            weight_bytes = self.step_bytes(tokens=tokens, decode_context_tokens=0)
+            linear_s = max(linear_flops / self.flops_a_s, weight_bytes / self.memory_bytes_a_s)
+            prefill_s = (flops - linear_flops) / self.flops_a_s
+            return self.step_overhead_s + linear_s + prefill_s + (read_bytes - weight_bytes) / self.memory_bytes_a_s
         return self.step_overhead_s + max(flops / self.flops_a_s, read_bytes / self.memory_bytes_a_s)
 
     def step_flops(self, *, tokens: int, prefill_context_tokens: int) -> float:
