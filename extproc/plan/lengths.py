@@ -16,6 +16,7 @@ from extproc.plan.errors import PlanError
 
 LONGEST_TOKENS = 1_048_576
 """No length is more; a distribution without an end of its own is cut here."""
+_CUT = 0.9999
 _POINTS = 2_000
 """Where means are taken: midpoints of as many equal shares."""
 _KINDS = "fixed:TOKENS, uniform:LOW-HIGH, lognormal:mean=TOKENS,cv=RATIO[,max=TOKENS] or percentiles:p50=TOKENS,p90=TOKENS,..."
@@ -29,9 +30,16 @@ class Lengths:
     """As it was given."""
     _quantile: Callable[[float], float] = field(repr=False, compare=False)
 
+    def __reduce__(self) -> tuple[Callable[[str, str], Lengths], tuple[str, str]]:
+        """To another process as the text it came from."""
+        return parse, (self.text, "lengths")
+
     def at(self, share: float) -> int:
-        """The length that ``share`` (0 to 1) of all do not exceed, whole tokens, at least 1."""
-        return min(LONGEST_TOKENS, max(1, round(self._quantile(min(max(share, 1e-9), 1 - 1e-9)))))
+        """The length that ``share`` (0 to 1) of all do not exceed, whole tokens, at least 1.
+
+        The longest one in ten thousand is cut: workers must hold the longest, and a distribution without end has none.
+        """
+        return min(LONGEST_TOKENS, max(1, round(self._quantile(min(max(share, 1 - _CUT), _CUT)))))
 
     def mean_of(self, what: Callable[[int], float]) -> float:
         """The mean of a function of the length."""
@@ -44,8 +52,8 @@ class Lengths:
 
     @property
     def longest(self) -> int:
-        """The length that one in ten thousand exceeds: what a worker must be able to hold."""
-        return self.at(0.9999)
+        """What a worker must be able to hold."""
+        return self.at(1.0)
 
 
 def fixed(tokens: int) -> Lengths:

@@ -68,6 +68,11 @@ class Workload:
             at_s += gaps.expovariate(1.0) / rate_per_s
         return requests
 
+    @property
+    def longest_tokens(self) -> int:
+        """The longest prompt with the longest answer."""
+        return self.inputs.longest + self.outputs.longest
+
     def typical(self, count: int) -> list[Request]:
         """``count`` requests whose lengths are evenly spread over the distributions: for arithmetic, not for a run.
 
@@ -122,6 +127,11 @@ class TraceWorkload:
         turned = [*scaled[first:], *(replace(each, at_s=each.at_s + span_s) for each in scaled[:first])]
         begin_s = turned[0].at_s
         return [replace(each, at_s=each.at_s - begin_s) for each in turned if each.at_s - begin_s < duration_s]
+
+    @property
+    def longest_tokens(self) -> int:
+        """The longest request, with its answer."""
+        return max(each.input_tokens + each.output_tokens for each in self.trace)
 
     def typical(self, count: int) -> list[Request]:
         """``count`` requests, evenly spread over the trace; all of it where it has fewer."""
