@@ -148,6 +148,9 @@ def roofline(
     chunk_tokens: Annotated[int, typer.Option(help="vLLM's --max-num-batched-tokens.")] = 8192,
     prefill_efficiency: Annotated[float, typer.Option(help="Share of the dense peak FLOP/s that is reached.")] = 0.45,
     decode_efficiency: Annotated[float, typer.Option(help="Share of the memory's bandwidth that is reached.")] = 0.60,
+    tp_efficiency: Annotated[
+        float, typer.Option(help="Share of both that is left each time that the GPUs of a worker double.")
+    ] = 0.95,
     step_overhead_ms: Annotated[float, typer.Option(help="Of each step: launching, scheduling.")] = 2.0,
     parameters: Annotated[
         float | None, typer.Option(help="Of the model, such as 52e9, where they cannot be counted from config.json.")
@@ -170,6 +173,7 @@ def roofline(
     from extproc.plan.roofline import roofline as roofline_of
     from extproc.plan.roofline_picture import draw
     from extproc.plan.shapes import shape_of
+    from extproc.routing.kv_size import own_dtype
 
     try:
         if picture is not None:
@@ -199,13 +203,15 @@ def roofline(
             kv_dtype=kv_dtype,
             prefill_efficiency=prefill_efficiency,
             decode_efficiency=decode_efficiency,
+            tp_efficiency=tp_efficiency,
             step_overhead_s=step_overhead_ms / 1e3,
             context_tokens=contexts[len(contexts) // 2],
         )
+        kv_name = own_dtype(shape.config) if kv_dtype == "auto" else kv_dtype
         plan = roofline_of(
             worker,
             each,
-            worker=f"{shape.name}, {weight_dtype} weights, {kv_dtype} KV, on {worker.gpus} x {each.name}",
+            worker=f"{shape.name}, {weight_dtype} weights, {kv_name} KV, on {worker.gpus} x {each.name}",
             prompts=sorted(prompt or [128, 1024, 8192, 32768]),
             batches=sorted(batch or [1, 8, 32, 128]),
             contexts=contexts,
@@ -214,7 +220,7 @@ def roofline(
         if json:
             _print_json(plan)
         else:
-            _show_roofline(plan, prefill_efficiency, decode_efficiency, step_overhead_ms)
+            _show_roofline(plan, prefill_efficiency, decode_efficiency, tp_efficiency, step_overhead_ms)
         if picture is not None:
             draw(plan, worker.gpus, picture)
             typer.echo(f"wrote {picture}", err=True)
@@ -263,7 +269,7 @@ def _show_ridges(found: list[Ridge]) -> None:
             typer.echo(f"Some guides call the {ridge:.0f} of {gpu} its FP8 ridge point. It is BF16's; FP8's is {fp8:.0f}.")
 
 
-def _show_roofline(found: Roofline, prefill_efficiency: float, decode_efficiency: float, step_overhead_ms: float) -> None:
+def _show_roofline(found: Roofline, prefill: float, decode: float, tp: float, step_overhead_ms: float) -> None:
     typer.echo(found.worker)
     typer.echo(
         f"{found.weight_bytes / 1e9:,.1f} GB of weights; {found.kv_bytes_per_token:,} bytes of KV a token, "
@@ -271,8 +277,9 @@ def _show_roofline(found: Roofline, prefill_efficiency: float, decode_efficiency
     )
     _show_ridges(found.ridges)
     typer.echo(
-        f"Assumed to be reached: {prefill_efficiency:.0%} of the FLOP/s and {decode_efficiency:.0%} of the bandwidth, so that "
-        f"the limits meet at {found.reached_flop_per_byte:,.0f} FLOP/byte; {step_overhead_ms:g} ms more each step.\n"
+        f"Assumed to be reached: {prefill:.0%} of the FLOP/s and {decode:.0%} of the bandwidth, so that the limits meet at "
+        f"{found.reached_flop_per_byte:,.0f} FLOP/byte.\n{tp:.0%} of both are left each time that the GPUs double, and each "
+        f"step takes {step_overhead_ms:g} ms more.\n"
     )
     columns = ("FLOP/byte", "limit", "time", "tokens/s")
     prefills = Table("prefill, tokens", *columns, box=None, pad_edge=False)

@@ -2,11 +2,13 @@
 
 Everything that `baton plan` says about speed goes through :class:`workers.sim.timing.Profile`, so that its parts cannot
 disagree. Efficiencies are assumptions, typical of what serving engines reach: 45 % of the dense peak in prefill, 60 % of the
-memory's bandwidth in decode, communication between the GPUs of a worker included; 2 ms a step for launching and scheduling.
+memory's bandwidth in decode; 2 ms a step for launching and scheduling. What the GPUs of a worker tell each other is in them, or
+a share of its own (``tp_efficiency``).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from extproc.plan import dtypes
@@ -21,6 +23,8 @@ PREFILL_EFFICIENCY = 0.45
 DECODE_EFFICIENCY = 0.60
 STEP_OVERHEAD_S = 0.002
 MEMORY_UTILIZATION = 0.9
+TP_EFFICIENCY = 0.95
+"""Of prefill and decode, what is left each time that the GPUs of a worker double. An assumption."""
 OTHER_SHARE = 0.05
 """Of each GPU's memory, for activations, CUDA graphs and communication. An assumption; vLLM measures it at its start."""
 
@@ -46,16 +50,19 @@ def engine(
     decode_efficiency: float = DECODE_EFFICIENCY,
     step_overhead_s: float = STEP_OVERHEAD_S,
     memory_utilization: float = MEMORY_UTILIZATION,
+    tp_efficiency: float = 1.0,
     link: Link = LINKS["ib-400"],
     context_tokens: int | None = None,
 ) -> Engine:
     """An engine of ``tensor_parallel`` GPUs, its peers behind ``link``.
 
+    ``tp_efficiency`` is what is left of both efficiencies each time that the GPUs double.
+
     ``context_tokens`` is the typical length of a prompt. It matters only to models that see a window: their KV of a token and
     their attention's work are means over such a prompt, and other lengths are predicted less well. None: shorter than every
     window. Raises PlanError for bad input, and where the model does not fit.
     """
-    _check(prefill_efficiency, decode_efficiency, step_overhead_s, memory_utilization)
+    _check(prefill_efficiency, decode_efficiency, tp_efficiency, step_overhead_s, memory_utilization)
     copies = shape.kv_copies(tensor_parallel)
     kv_bytes = shape.kv_bytes_per_token(kv_dtype, context_tokens)
     if not kv_bytes:
@@ -69,6 +76,7 @@ def engine(
             f"{memory_utilization - OTHER_SHARE:.0%} of {tensor_parallel} x {gpu.name} are {usable_bytes / 1e9:,.1f} GB; "
             "use more GPUs a worker or a smaller weight dtype"
         )
+    kept = tensor_parallel * tp_efficiency ** math.log2(tensor_parallel)
     layers = max(1.0, shape.prefill_layers(context_tokens))
     profile = Profile(
         parameters=shape.active_parameters,
@@ -79,8 +87,8 @@ def engine(
         hidden=round(attention_width(shape.config) * layers / round(layers)),
         kv_bytes_a_token=round(kv_bytes),
         kv_copies=copies,
-        flops_a_s=tensor_parallel * gpu.flops_a_s(weight_dtype) * prefill_efficiency,
-        memory_bytes_a_s=tensor_parallel * gpu.memory_bytes_a_s * decode_efficiency,
+        flops_a_s=kept * gpu.flops_a_s(weight_dtype) * prefill_efficiency,
+        memory_bytes_a_s=kept * gpu.memory_bytes_a_s * decode_efficiency,
         step_overhead_s=step_overhead_s,
         transfer_bytes_a_s=link.worker_bytes_a_s(tensor_parallel),
         transfer_overhead_s=link.overhead_s,
@@ -103,8 +111,8 @@ def fewest_gpus(shape: Shape, gpu: Gpu, *, weight_dtype: str, kv_dtype: str, hol
     raise fault
 
 
-def _check(prefill_efficiency: float, decode_efficiency: float, step_overhead_s: float, memory_utilization: float) -> None:
-    for name, share in (("prefill", prefill_efficiency), ("decode", decode_efficiency)):
+def _check(prefill: float, decode: float, tp: float, step_overhead_s: float, memory_utilization: float) -> None:
+    for name, share in (("prefill", prefill), ("decode", decode), ("tp", tp)):
         if not 0 < share <= 1:
             raise PlanError(f"{name} efficiency: above 0 and at most 1, not {share:g}")
     if not 0 <= step_overhead_s < 1:

@@ -10,7 +10,7 @@ import msgspec
 from extproc.plan.errors import PlanError
 from extproc.plan.links import Link
 from extproc.plan.shapes import config_of, kv_bytes, kv_copies
-from extproc.routing.kv_size import head_dim, kv_heads, layer_shares, positive, text_config
+from extproc.routing.kv_size import head_dim, kv_heads, layer_shares, own_dtype, positive, text_config
 
 _FOREVER_TOKENS = 1 << 62
 
@@ -64,9 +64,10 @@ def plan_kv(model: str, *, tokens: Sequence[int], kv_dtypes: Sequence[str], link
         if each < 1:
             raise PlanError(f"tokens of a prompt: at least 1, not {each}")
     copies = kv_copies(name, config, gpus)
+    formats = [_own_dtype(name, config) if each == "auto" else each for each in kv_dtypes]
     prompts = []
     for count in tokens:
-        for kv_dtype in kv_dtypes:
+        for kv_dtype in formats:
             each_bytes = kv_bytes(name, config, kv_dtype, count)
             size_bytes = each_bytes * count
             prompts.append(
@@ -103,6 +104,13 @@ def attention_of(name: str, config: Mapping[str, Any]) -> tuple[str, bool]:
         return f"{layers} layers with {kinds[0][1]}; {what}", windowed > 0
     listed = ", ".join(f"{number} with {kind}" for number, kind in kinds)
     return f"{layers} layers: {listed}; {what}", windowed > 0
+
+
+def _own_dtype(name: str, config: Mapping[str, Any]) -> str:
+    try:
+        return own_dtype(config)
+    except ValueError as error:
+        raise PlanError(f"{name}: {error}") from None
 
 
 def _heads(text: Mapping[str, Any]) -> str:

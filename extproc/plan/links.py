@@ -72,7 +72,7 @@ _ALL = (
     _link("roce-400", 50, 0.87, False, f"RoCE v2, a port for each GPU; {_ROCE}"),
     _link("ib-200", 25, 0.90, False, f"InfiniBand HDR, a port for each GPU; 90 % {_GUESS}"),
     _link("ib-400", 50, 0.90, False, "InfiniBand NDR, a port for each GPU; 45 GB/s is what guides to P/D take"),
-    _link("pcie-staged", 31.5, 0.35, True, "PCIe 4.0 x16 and host memory between: 11 GB/s is what guides to P/D take"),
+    _link("pcie-staged", 31.5, 0.35, False, "PCIe 4.0 x16 and host memory between: 11 GB/s a GPU, what guides to P/D take"),
     _link("pcie-4", 31.5, 0.82, False, "PCIe 4.0 x16, GPU to GPU: p2pBandwidthLatencyTest, 25.9 GB/s is common"),
     _link("pcie-5", 63, 0.78, False, "PCIe 5.0 x16, GPU to GPU: 49 GB/s, vllm#52607"),
     _link("nvlink-3", 300, 0.80, False, f"NVIDIA A100 data sheet, 600 GB/s both ways; 80 % {_GUESS}"),

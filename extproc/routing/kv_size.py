@@ -62,15 +62,19 @@ def positive(config: Mapping[str, Any], *keys: str) -> int:
     raise ValueError(f"config.json: {' or '.join(keys)} is missing")
 
 
+def own_dtype(config: Mapping[str, Any]) -> str:
+    """The number format that the model comes in, such as bfloat16. Raises ValueError."""
+    text = text_config(config)
+    places = ((part, key) for part in (text, config) for key in ("torch_dtype", "dtype"))
+    name = next((part[key] for part, key in places if part.get(key) is not None), None)
+    if name is None:
+        raise ValueError("config.json: torch_dtype or dtype is missing; give kv_dtype")
+    return str(name).removeprefix("torch.")
+
+
 def _dtype_bytes(config: Mapping[str, Any], kv_dtype: str) -> int:
-    name: Any = kv_dtype
-    if name == "auto":
-        text = text_config(config)
-        places = ((part, key) for part in (text, config) for key in ("torch_dtype", "dtype"))
-        name = next((part[key] for part, key in places if part.get(key) is not None), None)
-        if name is None:
-            raise ValueError("config.json: torch_dtype or dtype is missing; give kv_dtype")
-    name = str(name).lower().removeprefix("torch.")
+    name = own_dtype(config) if kv_dtype == "auto" else kv_dtype
+    name = name.lower().removeprefix("torch.")
     if name.startswith(("fp8", "float8")):
         return 1
     if name not in _DTYPE_BYTES:
