@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from extproc.plan import cli_ratio
 from extproc.plan.errors import PlanError
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ _ModelHelp = "A model of `baton plan kv --models`, or a config.json, or a folder
 
 def register(app: typer.Typer) -> None:
     """Add the commands to ``baton``."""
+    cli_ratio.register(_app)
     app.add_typer(_app, name="plan")
 
 
@@ -133,7 +135,9 @@ def roofline(
     tensor_parallel: Annotated[
         int | None, typer.Option("--tensor-parallel", "--tp", help="GPUs of a worker. Without it: the fewest that will do.")
     ] = None,
-    weight_dtype: Annotated[str, typer.Option(help="bf16, fp8, int8, fp4 or int4.")] = "bf16",
+    weight_dtype: Annotated[
+        str, typer.Option(help="bf16, fp8, int8, fp4 or int4; auto: what the weights come in, by config.json.")
+    ] = "auto",
     kv_dtype: Annotated[str, typer.Option(help="As vLLM's --kv-cache-dtype; auto: the model's own.")] = "auto",
     prompt: Annotated[
         list[int] | None, typer.Option(help="Tokens to prefill. May come several times. Without it: 128, 1024, 8192, 32768.")
@@ -211,7 +215,7 @@ def roofline(
         plan = roofline_of(
             worker,
             each,
-            worker=f"{shape.name}, {weight_dtype} weights, {kv_name} KV, on {worker.gpus} x {each.name}",
+            worker=f"{shape.name}, {shape.weight_dtype(weight_dtype)} weights, {kv_name} KV, on {worker.gpus} x {each.name}",
             prompts=sorted(prompt or [128, 1024, 8192, 32768]),
             batches=sorted(batch or [1, 8, 32, 128]),
             contexts=contexts,
@@ -244,8 +248,8 @@ def _show_kv(found: KvPlan) -> None:
     _print(times)
     overhead_ms = 1e3 * (found.prompts[0].handoffs[0].handoff_s - found.prompts[0].handoffs[0].move_s)
     typer.echo(
-        f"Time of the bytes alone, on a link without other traffic, to a worker of {_gpus_of(found.gpus)}. Add about "
-        f"{overhead_ms:.0f} ms a handoff, and seconds for the first one between two engines. `--links` has the sources."
+        f"The bytes alone, on a link without other traffic, to a worker of {_gpus_of(found.gpus)}. Add about {overhead_ms:.0f} ms "
+        "a handoff, and\nseconds for the first one between two engines. `baton plan kv --links` has the sources."
     )
     if any(each.moved_bytes > each.size_bytes for each in found.prompts):
         times_over = found.prompts[0].moved_bytes / found.prompts[0].size_bytes

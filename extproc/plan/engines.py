@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from extproc.plan import dtypes
 from extproc.plan.errors import PlanError
 from extproc.plan.gpus import Gpu
 from extproc.plan.links import LINKS, Link
@@ -56,7 +55,8 @@ def engine(
 ) -> Engine:
     """An engine of ``tensor_parallel`` GPUs, its peers behind ``link``.
 
-    ``tp_efficiency`` is what is left of both efficiencies each time that the GPUs double.
+    ``weight_dtype``: auto is what the weights come in. ``tp_efficiency`` is what is left of both efficiencies each time that
+    the GPUs double.
 
     ``context_tokens`` is the typical length of a prompt. It matters only to models that see a window: their KV of a token and
     their attention's work are means over such a prompt, and other lengths are predicted less well. None: shorter than every
@@ -67,12 +67,13 @@ def engine(
     kv_bytes = shape.kv_bytes_per_token(kv_dtype, context_tokens)
     if not kv_bytes:
         raise PlanError(f"{shape.name}: no layer has a KV cache, so that there is nothing to hand over")
-    weight_bytes = shape.weight_bytes(weight_dtype)
+    dtype = shape.weight_dtype(weight_dtype)
+    weight_bytes = shape.weight_bytes(dtype)
     usable_bytes = tensor_parallel * gpu.memory_bytes * (memory_utilization - OTHER_SHARE)
     kv_tokens = int((usable_bytes - weight_bytes) / (kv_bytes * copies))
     if kv_tokens < 1:
         raise PlanError(
-            f"{shape.name} in {dtypes.weight_dtype(weight_dtype)}: {weight_bytes / 1e9:,.1f} GB of weights, and the usable "
+            f"{shape.name} in {dtype}: {weight_bytes / 1e9:,.1f} GB of weights, and the usable "
             f"{memory_utilization - OTHER_SHARE:.0%} of {tensor_parallel} x {gpu.name} are {usable_bytes / 1e9:,.1f} GB; "
             "use more GPUs a worker or a smaller weight dtype"
         )
@@ -87,11 +88,12 @@ def engine(
         hidden=round(attention_width(shape.config) * layers / round(layers)),
         kv_bytes_a_token=round(kv_bytes),
         kv_copies=copies,
-        flops_a_s=kept * gpu.flops_a_s(weight_dtype) * prefill_efficiency,
+        flops_a_s=kept * gpu.flops_a_s(dtype) * prefill_efficiency,
         memory_bytes_a_s=kept * gpu.memory_bytes_a_s * decode_efficiency,
         step_overhead_s=step_overhead_s,
         transfer_bytes_a_s=link.worker_bytes_a_s(tensor_parallel),
         transfer_overhead_s=link.overhead_s,
+        attention_apart=True,
     )
     return Engine(profile, kv_tokens, tensor_parallel)
 

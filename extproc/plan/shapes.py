@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from extproc.plan.dtypes import WEIGHT_BYTES, weight_dtype
+from extproc.plan.dtypes import WEIGHT_BYTES, own_weight_dtype, weight_dtype
 from extproc.plan.errors import PlanError
 from extproc.plan.parameters import attention_width, count, routed
 from extproc.routing.kv_size import kv_bytes_per_token, kv_heads, layer_shares, positive, text_config
@@ -37,9 +37,13 @@ class Shape:
         """KV cache of a token, all layers, as :func:`extproc.routing.kv_size.kv_bytes_per_token`. Raises PlanError."""
         return kv_bytes(self.name, self.config, kv_dtype, context_tokens)
 
+    def weight_dtype(self, dtype: str) -> str:
+        """``dtype`` as :func:`extproc.plan.dtypes.weight_dtype` spells it; auto: what the weights come in. Raises PlanError."""
+        return own_weight_dtype(self.config) if dtype == "auto" else weight_dtype(dtype)
+
     def weight_bytes(self, dtype: str) -> float:
-        """All weights in ``dtype``. Raises PlanError for a format that is not known."""
-        return self.parameters * WEIGHT_BYTES[weight_dtype(dtype)]
+        """All weights in ``dtype``, or in their own (auto). Raises PlanError for a format that is not known."""
+        return self.parameters * WEIGHT_BYTES[self.weight_dtype(dtype)]
 
     def kv_copies(self, tensor_parallel: int) -> int:
         """As :func:`kv_copies`."""

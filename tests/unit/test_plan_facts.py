@@ -140,6 +140,7 @@ def test_the_engine_of_the_simulated_workers_is_one_of_ours() -> None:
     for name in ("parameters", "weight_bytes"):
         assert ours.pop(name) == pytest.approx(theirs.pop(name), rel=0.001)
     assert (ours.pop("transfer_bytes_a_s"), theirs.pop("transfer_bytes_a_s")) == (90e9, 80e9)
+    assert (ours.pop("attention_apart"), theirs.pop("attention_apart")) == (True, False)
     assert ours == theirs
 
 
@@ -152,7 +153,7 @@ def test_the_kv_cache_of_an_engine_is_the_memory_that_weights_leave() -> None:
 
 
 def test_a_vector_that_is_whole_on_every_gpu_takes_room_and_reading_on_every_gpu() -> None:
-    made = engine(shape_of("deepseek-v3"), gpu("h200"), tensor_parallel=8, weight_dtype="fp8", kv_dtype="auto")
+    made = engine(shape_of("deepseek-v3"), gpu("h200"), tensor_parallel=8, weight_dtype="auto", kv_dtype="auto")
     assert (made.profile.kv_bytes_a_token, made.profile.kv_copies) == (70_272, 8)
     assert made.kv_tokens == int((8 * 141e9 * 0.85 - 671e9) / (8 * 70_272))
     read = made.profile.step_bytes(tokens=1000, decode_context_tokens=10) - made.profile.step_bytes(
@@ -237,6 +238,31 @@ def test_a_port_for_each_gpu_moves_more_and_a_shared_one_does_not() -> None:
     assert link("ib-400").transfer_s(45e9, gpus=2) == pytest.approx(0.5 + link("ib-400").overhead_s)
     with pytest.raises(PlanError, match="at least 1, not 0"):
         link("ib-400").worker_bytes_a_s(0)
+
+
+@pytest.mark.parametrize(
+    ("quantisation", "dtype"),
+    [
+        (None, "bf16"),
+        ({"quant_method": "fp8"}, "fp8"),
+        ({"quant_method": "awq", "bits": 4}, "int4"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "fp4"),
+        ({"quant_method": "compressed-tensors", "config_groups": {"0": {"weights": {"num_bits": 8, "type": "float"}}}}, "fp8"),
+        ({"quant_method": "compressed-tensors", "config_groups": {"0": {"weights": {"num_bits": 8, "type": "int"}}}}, "int8"),
+        ({"quant_method": "something new"}, "bf16"),
+    ],
+)
+def test_weights_are_taken_as_they_come(tmp_path: Path, quantisation, dtype) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "quantization_config": quantisation}))
+    shape = shape_of(str(tmp_path))
+    assert shape.weight_dtype("auto") == dtype
+    assert shape.weight_dtype("fp8") == "fp8"
+    assert shape.weight_bytes("auto") == shape.weight_bytes(dtype)
+
+
+def test_published_sizes_of_weights_that_come_quantised() -> None:
+    assert shape_of("deepseek-v3").weight_bytes("auto") == pytest.approx(671e9)
+    assert shape_of("gpt-oss-120b").weight_bytes("auto") == pytest.approx(65.2e9, rel=0.02), "its repository's 65.2 GB"
 
 
 def test_every_weight_dtype_has_a_size() -> None:

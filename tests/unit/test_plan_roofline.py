@@ -12,8 +12,12 @@ from extproc.cli import app
 from extproc.plan.engines import Engine, engine
 from extproc.plan.errors import PlanError
 from extproc.plan.gpus import GPUS, gpu
+from extproc.plan.lengths import fixed
+from extproc.plan.question import Question
 from extproc.plan.roofline import clash, decode, prefill, ridges, roofline
 from extproc.plan.shapes import shape_of
+from extproc.plan.simulate import Slos
+from extproc.plan.workload import Workload
 from workers.sim.twin import Done, TwinConfig, TwinEngine
 
 
@@ -90,6 +94,25 @@ def test_a_prefill_in_the_same_step_makes_all_streams_wait() -> None:
     assert found.shared_s >= prefill(worker(), 8192).time_s
 
 
+def test_plan_ratio_computes_with_the_same_engine() -> None:
+    """Same model, GPU and parallelism, nothing but defaults: the profile that `plan ratio` simulates is the one shown here."""
+    shape = shape_of("llama-3.3-70b")
+    slos = Slos(ttft_s=2.5, itl_s=0.045)
+    workload = Workload(inputs=fixed(4096), outputs=fixed(500))
+    asked = Question(shape=shape, gpu=gpu("h200"), gpus=16, workload=workload, slos=slos).engine(4, "auto", 8192)
+    code, out, _ = baton("--model", "llama-3.3-70b", "--gpu", "h200", "--tp", "4", "--json")
+    shown = json.loads(out)
+    assert code == 0
+    assert shown["kv_tokens"] == asked.kv_tokens
+    for point in shown["points"]:
+        again = (
+            prefill(asked, point["context_tokens"])
+            if point["what"] == "prefill"
+            else decode(asked, point["batch"], point["context_tokens"])
+        )
+        assert point["time_s"] == pytest.approx(again.time_s)
+
+
 def test_what_does_not_fit_into_the_cache_is_said() -> None:
     made = worker()
     assert decode(made, 1, made.kv_tokens).fits and not decode(made, 1, made.kv_tokens + 1).fits
@@ -140,7 +163,7 @@ def test_a_model_with_windows_is_as_good_as_its_context() -> None:
     ("arguments", "said"),
     [
         (["--gpu", "h1"], "the GPU 'h1' is not known; known are a100-40gb"),
-        (["--model", "llama-3.3-70b", "--weight-dtype", "fp3"], "the weight dtype 'fp3' is not known; known are auto"),
+        (["--model", "llama-3.3-70b", "--weight-dtype", "fp3"], "the weight dtype 'fp3' is not known; known are awq"),
         (["--model", "llama-3.3-70b", "--tp", "1"], "use more GPUs a worker or a smaller weight dtype"),
         (["--model", "llama-3.3-70b", "--prompt", "0"], "tokens: at least 1, not 0"),
         (["--model", "llama-3.3-70b", "--batch", "-1"], "batch: at least 1, not -1"),
