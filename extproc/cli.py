@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from extproc import __version__, cli_cache, cli_epp, cli_kubernetes, cli_plan, cli_preflight, cli_top, cli_worker
+from extproc import __version__, cli_bench, cli_cache, cli_epp, cli_kubernetes, cli_plan, cli_preflight, cli_top, cli_worker
 from extproc.config import Config, ConfigError, load
 
 if TYPE_CHECKING:
@@ -435,6 +435,7 @@ def explain(
     Console(width=max(Console().width, 160), highlight=False).print(command.as_table(report))
 
 
+cli_bench.register(app)
 cli_cache.register(app)
 cli_epp.register(app)
 cli_kubernetes.register(app)
