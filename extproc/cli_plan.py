@@ -173,7 +173,7 @@ def roofline(
     from extproc.plan.engines import engine, fewest_gpus
     from extproc.plan.gpus import GPUS
     from extproc.plan.gpus import gpu as gpu_of
-    from extproc.plan.roofline import ridges
+    from extproc.plan.roofline import Assumed, ridges
     from extproc.plan.roofline import roofline as roofline_of
     from extproc.plan.roofline_picture import draw
     from extproc.plan.shapes import shape_of
@@ -199,16 +199,19 @@ def roofline(
             tensor_parallel = fewest_gpus(
                 shape, each, weight_dtype=weight_dtype, kv_dtype=kv_dtype, hold_tokens=max(*contexts, *(prompt or [1]))
             )
+        assumed = Assumed(
+            prefill_efficiency=prefill_efficiency,
+            decode_efficiency=decode_efficiency,
+            tp_efficiency=tp_efficiency,
+            step_overhead_s=step_overhead_ms / 1e3,
+        )
         worker = engine(
             shape,
             each,
             tensor_parallel=tensor_parallel,
             weight_dtype=weight_dtype,
             kv_dtype=kv_dtype,
-            prefill_efficiency=prefill_efficiency,
-            decode_efficiency=decode_efficiency,
-            tp_efficiency=tp_efficiency,
-            step_overhead_s=step_overhead_ms / 1e3,
+            **msgspec.structs.asdict(assumed),
             context_tokens=contexts[len(contexts) // 2],
         )
         kv_name = own_dtype(shape.config) if kv_dtype == "auto" else kv_dtype
@@ -216,6 +219,7 @@ def roofline(
             worker,
             each,
             worker=f"{shape.name}, {shape.weight_dtype(weight_dtype)} weights, {kv_name} KV, on {worker.gpus} x {each.name}",
+            assumed=assumed,
             prompts=sorted(prompt or [128, 1024, 8192, 32768]),
             batches=sorted(batch or [1, 8, 32, 128]),
             contexts=contexts,
@@ -224,9 +228,9 @@ def roofline(
         if json:
             _print_json(plan)
         else:
-            _show_roofline(plan, prefill_efficiency, decode_efficiency, tp_efficiency, step_overhead_ms)
+            _show_roofline(plan)
         if picture is not None:
-            draw(plan, worker.gpus, picture)
+            draw(plan, picture)
             typer.echo(f"wrote {picture}", err=True)
     except (PlanError, PictureError, OSError) as error:
         raise _fail(str(error)) from None
@@ -248,8 +252,9 @@ def _show_kv(found: KvPlan) -> None:
     _print(times)
     overhead_ms = 1e3 * (found.prompts[0].handoffs[0].handoff_s - found.prompts[0].handoffs[0].move_s)
     typer.echo(
-        f"The bytes alone, on a link without other traffic, to a worker of {_gpus_of(found.gpus)}. Add about {overhead_ms:.0f} ms "
-        "a handoff, and\nseconds for the first one between two engines. `baton plan kv --links` has the sources."
+        f"The bytes alone, on a link without other traffic, to a worker of {_gpus_of(found.gpus)}. Add about "
+        f"{overhead_ms:.0f} ms a handoff,\nand seconds for the first one between two engines. `baton plan kv --links` has the "
+        "sources."
     )
     if any(each.moved_bytes > each.size_bytes for each in found.prompts):
         times_over = found.prompts[0].moved_bytes / found.prompts[0].size_bytes
@@ -273,7 +278,8 @@ def _show_ridges(found: list[Ridge]) -> None:
             typer.echo(f"Some guides call the {ridge:.0f} of {gpu} its FP8 ridge point. It is BF16's; FP8's is {fp8:.0f}.")
 
 
-def _show_roofline(found: Roofline, prefill: float, decode: float, tp: float, step_overhead_ms: float) -> None:
+def _show_roofline(found: Roofline) -> None:
+    assumed = found.assumed
     typer.echo(found.worker)
     typer.echo(
         f"{found.weight_bytes / 1e9:,.1f} GB of weights; {found.kv_bytes_per_token:,} bytes of KV a token, "
@@ -281,19 +287,20 @@ def _show_roofline(found: Roofline, prefill: float, decode: float, tp: float, st
     )
     _show_ridges(found.ridges)
     typer.echo(
-        f"Assumed to be reached: {prefill:.0%} of the FLOP/s and {decode:.0%} of the bandwidth, so that the limits meet at "
-        f"{found.reached_flop_per_byte:,.0f} FLOP/byte.\n{tp:.0%} of both are left each time that the GPUs double, and each "
-        f"step takes {step_overhead_ms:g} ms more.\n"
+        f"Assumed to be reached: {assumed.prefill_efficiency:.0%} of the FLOP/s and {assumed.decode_efficiency:.0%} of the "
+        f"bandwidth, so that the limits meet at {found.reached_flop_per_byte:,.0f} FLOP/byte.\n"
+        f"{assumed.tp_efficiency:.0%} of both are left each time that the GPUs double, and each step takes "
+        f"{assumed.step_overhead_s * 1e3:g} ms more.\n"
     )
     columns = ("FLOP/byte", "limit", "time", "tokens/s")
-    prefills = Table("prefill, tokens", *columns, box=None, pad_edge=False)
+    prefills = Table("prefill, tokens", *columns, "", box=None, pad_edge=False)
     decodes = Table("decode step, sequences", "tokens of each", *columns, "", box=None, pad_edge=False)
     for each in found.points:
         numbers = (_figures(each.flop_per_byte), each.bound, _seconds(each.time_s), f"{each.tokens_a_s:,.0f}")
+        fits = "" if each.fits else "more than the KV cache holds"
         if each.what == "prefill":
-            prefills.add_row(f"{each.context_tokens:,}", *numbers)
+            prefills.add_row(f"{each.context_tokens:,}", *numbers, fits)
         else:
-            fits = "" if each.fits else "more than the KV cache holds"
             decodes.add_row(f"{each.batch:,}", f"{each.context_tokens:,}", *numbers, fits)
     _print(prefills)
     typer.echo(f"From {found.compute_bound_prefill_tokens:,} prompt tokens in a step on, compute is the limit.\n")

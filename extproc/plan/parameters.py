@@ -120,8 +120,10 @@ def _sparse_layers(text: Mapping[str, Any], layers: int) -> int:
     if text.get("expert_layer_period") is not None:  # Jamba
         period, offset = positive(text, "expert_layer_period"), text.get("expert_layer_offset", 0)
         return sum(layer % period == offset for layer in range(layers))
-    first = text.get("first_k_dense_replace") or 0
-    dense = set(text.get("mlp_only_layers") or ())
+    first = positive(text, "first_k_dense_replace") if text.get("first_k_dense_replace") else 0
+    dense = text.get("mlp_only_layers") or []
+    if not isinstance(dense, list):
+        raise ValueError(f"config.json: mlp_only_layers must be a list, not {dense!r}")
     step = 1
     for key in ("decoder_sparse_step", "moe_layer_freq", "interleave_moe_layer_step"):
         step = positive(text, key) if text.get(key) is not None else step

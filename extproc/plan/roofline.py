@@ -19,6 +19,9 @@ from workers.sim.timing import Profile
 
 Bound = Literal["compute", "memory"]
 
+_MOST_STEPS = 100_000
+"""Of one prefill. More are a mistake."""
+
 
 class Ridge(msgspec.Struct, frozen=True, kw_only=True):
     """Where a GPU's two limits meet, in one number format: below, memory is the limit, above, compute."""
@@ -64,10 +67,22 @@ class Clash(msgspec.Struct, frozen=True, kw_only=True):
     shared_s: float
 
 
+class Assumed(msgspec.Struct, frozen=True, kw_only=True):
+    """What times rest on and no data sheet says."""
+
+    prefill_efficiency: float
+    decode_efficiency: float
+    tp_efficiency: float
+    step_overhead_s: float
+
+
 class Roofline(msgspec.Struct, frozen=True, kw_only=True):
     """One worker: its roofs, and where its work lies."""
 
     worker: str
+    gpus: int
+    """Of the worker."""
+    assumed: Assumed
     ridges: list[Ridge]
     reached_flops_a_s: float
     """With the stated efficiency, all GPUs of the worker."""
@@ -101,6 +116,8 @@ def ridges(gpus: Sequence[Gpu]) -> list[Ridge]:
 def prefill(engine: Engine, tokens: int, *, chunk_tokens: int = 8192) -> Point:
     """A prompt alone on the worker, in steps of ``chunk_tokens``. Raises PlanError."""
     _at_least_one(tokens=tokens, chunk_tokens=chunk_tokens)
+    if tokens > _MOST_STEPS * chunk_tokens:
+        raise PlanError(f"tokens: {tokens:,} in chunks of {chunk_tokens:,} are more than {_MOST_STEPS:,} steps")
     profile = engine.profile
     flops = read_bytes = time_s = 0.0
     for done in range(0, tokens, chunk_tokens):
@@ -146,6 +163,7 @@ def roofline(
     gpu: Gpu,
     *,
     worker: str,
+    assumed: Assumed,
     prompts: Sequence[int],
     batches: Sequence[int],
     contexts: Sequence[int],
@@ -157,6 +175,8 @@ def roofline(
     points += [decode(engine, batch, context) for context in contexts for batch in batches]
     return Roofline(
         worker=worker,
+        gpus=engine.gpus,
+        assumed=assumed,
         ridges=ridges([gpu]),
         reached_flops_a_s=profile.flops_a_s,
         reached_bytes_a_s=profile.memory_bytes_a_s,

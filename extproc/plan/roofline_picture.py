@@ -15,15 +15,15 @@ _MARKS = "oDv^<>P"
 _DASHES = ("--", ":", "-.")
 
 
-def draw(found: Roofline, gpus: int, path: Path) -> None:
+def draw(found: Roofline, path: Path) -> None:
     """Roofs of the worker, its peak and what is reached of it, and where each prefill and decode step lies.
 
-    ``gpus``: of the worker. Raises PictureError without matplotlib or for a name that is no picture's, and OSError.
+    Raises PictureError without matplotlib or for a name that is no picture's, and OSError.
     """
     with picture(path, width_in=7.5, height_in=4.6) as (_, (axes,)):
         inside = [point.flop_per_byte for point in found.points]
         left, right = min(inside) / 2, max(*inside, *(ridge.flop_per_byte for ridge in found.ridges)) * 3
-        _roofs(axes, found, gpus, left, right)
+        _roofs(axes, found, left, right)
         prefills = [point for point in found.points if point.what == "prefill"]
         _scatter(axes, prefills, GREEN, "s", "prefill; numbers: prompt tokens")
         for number, point in enumerate(prefills):
@@ -51,7 +51,8 @@ def draw(found: Roofline, gpus: int, path: Path) -> None:
         axes.legend(loc="lower right", fontsize=7.5)
 
 
-def _roofs(axes: Axes, found: Roofline, gpus: int, left: float, right: float) -> None:
+def _roofs(axes: Axes, found: Roofline, left: float, right: float) -> None:
+    gpus = found.gpus
     peak_bytes_a_s = gpus * found.ridges[0].memory_bytes_a_s
     alike: dict[float, list[str]] = {}
     for ridge in found.ridges:

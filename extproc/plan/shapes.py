@@ -119,7 +119,7 @@ def config_of(name_or_path: str) -> tuple[str, Mapping[str, Any]]:
         raise PlanError(f"the model {name_or_path!r} is not known, and there is no such file; known are {known}")
     try:
         config = msgspec.json.decode(path.read_bytes())
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise PlanError(f"{path}: {error}") from None
     if not isinstance(config, dict):
         raise PlanError(f"{path}: a JSON object is needed, as models have in config.json")
@@ -136,7 +136,7 @@ def shape_of(name_or_path: str, *, parameters: float | None = None, active_param
     found = _named(name_or_path)
     try:
         if parameters is None:
-            total, active = (count(config)) if found is None else (found[1].parameters, found[1].active_parameters)
+            total, active = count(config) if found is None else (found[1].parameters, found[1].active_parameters)
         else:
             total, active = parameters, None
         if active_parameters is not None:
@@ -144,7 +144,7 @@ def shape_of(name_or_path: str, *, parameters: float | None = None, active_param
         experts = routed(config)
         attention_width(config)
         text = text_config(config)
-        layers = len(layer_shares(text, None))
+        layers, hidden = len(layer_shares(text, None)), positive(text, "hidden_size", "n_embd")
     except ValueError as error:
         raise PlanError(f"{name}: {error}") from None
     active = total if active is None else active
@@ -159,7 +159,7 @@ def shape_of(name_or_path: str, *, parameters: float | None = None, active_param
         routed_parameters=experts.parameters,
         expert_share=experts.share,
         layers=layers,
-        hidden=int(text.get("hidden_size") or text["n_embd"]),
+        hidden=hidden,
         config=config,
     )
 

@@ -99,15 +99,18 @@ def test_a_file_or_a_folder_is_a_model_too_and_is_counted(tmp_path: Path) -> Non
     ("text", "said"),
     [
         ("{", "config.json: Input data was truncated"),
+        ("\udcff", "config.json: "),
         ("[1]", "config.json: a JSON object is needed"),
         (json.dumps({**LLAMA, "num_hidden_layers": "many"}), "num_hidden_layers must be a whole number"),
         (json.dumps({key: value for key, value in LLAMA.items() if key != "vocab_size"}), "vocab_size is missing"),
         (json.dumps({**LLAMA, "layer_types": ["mamba"] * 80}), "give the number of parameters"),
         (json.dumps({**LLAMA, "num_experts": 8, "moe_intermediate_size": 4096}), "num_experts_per_tok or "),
+        (json.dumps({**LLAMA, "num_experts": 8, "mlp_only_layers": 3}), "mlp_only_layers must be a list, not 3"),
+        (json.dumps({**LLAMA, "num_experts": 8, "first_k_dense_replace": "two"}), "first_k_dense_replace must be a whole"),
     ],
 )
 def test_a_broken_config_json_is_said_with_its_file_and_key(tmp_path: Path, text: str, said: str) -> None:
-    (tmp_path / "config.json").write_text(text)
+    (tmp_path / "config.json").write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(PlanError) as raised:
         shape_of(str(tmp_path))
     assert said in str(raised.value)

@@ -14,11 +14,13 @@ from extproc.plan.errors import PlanError
 from extproc.plan.gpus import GPUS, gpu
 from extproc.plan.lengths import fixed
 from extproc.plan.question import Question
-from extproc.plan.roofline import clash, decode, prefill, ridges, roofline
+from extproc.plan.roofline import Assumed, clash, decode, prefill, ridges, roofline
 from extproc.plan.shapes import shape_of
 from extproc.plan.simulate import Slos
 from extproc.plan.workload import Workload
 from workers.sim.twin import Done, TwinConfig, TwinEngine
+
+ASSUMED = Assumed(prefill_efficiency=0.45, decode_efficiency=0.6, tp_efficiency=1.0, step_overhead_s=0.002)
 
 
 def worker(model: str = "llama-3.3-70b", gpus: int = 4, on: str = "h100-sxm", dtype: str = "bf16", **more: float) -> Engine:
@@ -57,7 +59,7 @@ def test_intensity_of_a_prefill_is_its_tokens_and_attention_on_top() -> None:
 
 def test_prefill_is_limited_by_compute_and_decode_by_memory_and_where_that_turns() -> None:
     made = worker()
-    found = roofline(made, gpu("h100"), worker="", prompts=[128, 1024], batches=[1, 128], contexts=[1024])
+    found = roofline(made, gpu("h100"), worker="", assumed=ASSUMED, prompts=[128, 1024], batches=[1, 128], contexts=[1024])
     assert [each.bound for each in found.points] == ["memory", "compute", "memory", "memory"]
     turn = found.compute_bound_prefill_tokens
     assert (prefill(made, turn - 1).bound, prefill(made, turn).bound) == ("memory", "compute")
@@ -126,6 +128,8 @@ def test_lower_efficiencies_make_it_slower_by_as_much() -> None:
 
 
 def test_sizes_below_one_are_refused() -> None:
+    with pytest.raises(PlanError, match="in chunks of 1 are more than 100,000 steps"):
+        prefill(worker(), 100_001, chunk_tokens=1)
     for ask in (lambda: prefill(worker(), 0), lambda: decode(worker(), 0, 10), lambda: decode(worker(), 1, 0)):
         with pytest.raises(PlanError, match="at least 1, not 0"):
             ask()
@@ -149,6 +153,7 @@ def test_json_and_a_picture_come_from_the_same_numbers(tmp_path: Path) -> None:
     assert code == 0 and f"wrote {path}" in err and path.read_text().startswith("<?xml")
     assert found["worker"] == "llama-3.1-8b, bf16 weights, bfloat16 KV, on 1 x l40s"
     assert {point["what"] for point in found["points"]} == {"prefill", "decode"}
+    assert found["assumed"]["decode_efficiency"] == 0.6
 
 
 def test_a_model_with_windows_is_as_good_as_its_context() -> None:
