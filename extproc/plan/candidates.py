@@ -71,8 +71,8 @@ class Candidate:
 
     @property
     def hard_bound_per_s(self) -> float:
-        """No more than this is possible, whatever the luck: what stalls do depends on luck."""
-        return min(limit for part, limit in self.limits.items() if part is not Part.STALLS)
+        """No more than this is possible: without what depends on luck, or on how well two kinds of work share a step."""
+        return min(limit for part, limit in self.limits.items() if part not in (Part.STALLS, Part.WORKERS))
 
     @property
     def text(self) -> str:
@@ -89,9 +89,14 @@ class Candidate:
         return self.gpus - self.arrangement.gpus
 
     @property
-    def family(self) -> tuple[int, int, int]:
-        """Candidates that differ by the split alone have the same."""
-        return self.prefill_tp, self.decode_tp, self.arrangement.chunk_tokens if self.arrangement.chunked else 0
+    def family(self) -> tuple[int, int]:
+        """Candidates that differ by the split alone, or by the chunk, have the same."""
+        return self.prefill_tp, self.decode_tp
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Its order in its family."""
+        return self.arrangement.prefill, self.arrangement.chunk_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +117,7 @@ def candidates(question: Question, demand: Demand, kind: Kind) -> Candidates:
     found = list(
         _apart(question, demand, kind, fitting, faults) if kind.apart else _together(question, demand, kind, fitting, faults)
     )
-    found.sort(key=lambda each: (-each.bound_per_s, each.family, each.arrangement.prefill))
+    found.sort(key=lambda each: (-each.bound_per_s, each.family, each.place))
     return Candidates(kind=kind, able=tuple(found), why_none="" if found else faults.nearest())
 
 
@@ -125,7 +130,7 @@ def fitting_engines(question: Question, demand: Demand, sizes: list[int], kv_dty
             reasons.append(f"TP {size} is more than the {question.gpus} GPUs there are")
             continue
         try:
-            engine = question.engine(size, kv_dtype, demand.prompt_tokens)
+            engine = question.engine(size, kv_dtype, demand.prompt_tokens, question.assume.step_tokens)
         except PlanError as error:
             reasons.append(str(error))
             continue
@@ -137,7 +142,7 @@ def fitting_engines(question: Question, demand: Demand, sizes: list[int], kv_dty
             continue
         engines[size] = engine
     if not engines:
-        raise PlanError(f"{question.shape.name} fits no worker of {question.gpu.name}: " + "; ".join(reasons))
+        raise PlanError(f"{question.shape.name} fits no worker of {question.gpu.name}:\n  " + "\n  ".join(reasons))
     return engines
 
 
@@ -158,10 +163,11 @@ class _Faults:
         if self._ttft is None or first_s < self._ttft[0]:
             prompt, uncached = demand.prompt_at(self._question.share)
             moved = f" and {transfer:.2f} s of transfer" if transfer else ""
+            size = f"{prompt:,} tokens" + (f", {uncached:,} of them not cached" if uncached < prompt else "")
             self._ttft = (
                 first_s,
                 f"TTFT SLO {slo_s:g} s: the fastest idle worker (TP {engine.gpus}) needs {first_s:.2f} s for the prompt that "
-                f"{self._question.share:.0%} do not exceed ({prompt:,} tokens, {uncached:,} of them not cached): "
+                f"{self._question.share:.0%} do not exceed ({size}): "
                 f"{prefill:.2f} s of prefill{moved}, and a decode step; that is {first_s - slo_s:.2f} s "
                 f"({first_s / slo_s - 1:.0%}) too long",
             )
@@ -191,7 +197,7 @@ def _apart(
 ) -> Iterator[Candidate]:
     link = question.tcp if kind is Kind.TCP else question.link
     prompt, uncached = demand.prompt_at(question.share)
-    faults.other = f"{question.gpus} GPUs are too few for a prefill and a decode worker"
+    faults.other = f"{question.gpus} GPU{'s' * (question.gpus > 1)} cannot be both a prefill and a decode worker"
     for prefill_tp in (size for size in question.prefill_tp if size in fitting):
         prefill = fitting[prefill_tp]
         alone_s = prefill_s(prefill, prompt, uncached, question.assume.step_tokens)
@@ -254,19 +260,12 @@ def _together(
     question: Question, demand: Demand, kind: Kind, fitting: Mapping[int, Engine], faults: _Faults
 ) -> Iterator[Candidate]:
     prompt, uncached = demand.prompt_at(question.share)
-    assume, slo_s = question.assume, question.slos.itl_s
-    for size, engine in fitting.items():
+    for size, fits in fitting.items():
         workers = question.gpus // size
-        if faults.too_slow_a_token(demand, engine):
+        if faults.too_slow_a_token(demand, fits):
             continue
-        chunks = [assume.step_tokens]
-        if kind is Kind.CHUNKED:
-            # A chunk of the size that a step within the SLO has room for, its half, and what engines have by default.
-            usable = [chunk for chunk in _CHUNKS if chunk >= assume.max_num_seqs]
-            within = [chunk for chunk in usable if demand.decode_step_s(engine, 1, chunk) <= slo_s]
-            chunks = sorted({*within[-2:], *chunks})
-        for chunk in chunks:
-            step_tokens = chunk if kind is Kind.CHUNKED else prompt
+        for step_tokens in _steps(question, demand, kind):
+            engine = question.engine(size, question.kv_dtype, demand.prompt_tokens, step_tokens)
             alone_s = prefill_s(engine, prompt, uncached, step_tokens)
             if faults.too_slow(demand, alone_s, alone_s, 0.0, engine):
                 continue
@@ -277,19 +276,29 @@ def _together(
                 prefill_engine=engine,
                 decode_engine=engine,
                 chunked=kind is Kind.CHUNKED,
-                chunk_tokens=chunk if kind is Kind.CHUNKED else max(chunk, demand.longest_tokens),
-                max_num_seqs=assume.max_num_seqs,
+                chunk_tokens=step_tokens,
+                max_num_seqs=question.assume.max_num_seqs,
             )
             limits = _together_limits(question, demand, engine, workers, step_tokens)
             yield Candidate(kind=kind, arrangement=arrangement, limits=limits, gpus=question.gpus, idle_ttft_s=alone_s)
+
+
+def _steps(question: Question, demand: Demand, kind: Kind) -> list[int]:
+    """Tokens of a step that are worth a try."""
+    least = question.assume.max_num_seqs
+    if kind is Kind.COLOCATED:
+        return [max(least, demand.longest_tokens)]
+    return sorted(each for each in {*_CHUNKS, question.assume.step_tokens} if each >= least)
 
 
 def _together_limits(question: Question, demand: Demand, engine: Engine, workers: int, step_tokens: int) -> dict[Part, float]:
     limits = _decode_limits(question, demand, engine, workers)
     batch = _largest_batch(question, demand, engine)
     answer_s = demand.answer_tokens * demand.decode_step_s(engine, batch) / batch
-    limits[Part.WORKERS] = workers / (demand.prefills_s(engine, step_tokens) + answer_s)
-    if demand.decode_step_s(engine, 1, min(step_tokens, int(demand.uncached_tokens))) > question.slos.itl_s:
+    prefills_s = demand.prefills_s(engine, step_tokens)
+    limits[Part.PREFILL] = workers / prefills_s
+    limits[Part.WORKERS] = workers / (prefills_s + answer_s)
+    if demand.decode_step_s(engine, batch // 2, min(step_tokens, int(demand.uncached_tokens))) > question.slos.itl_s:
         # Prefills that come evenly: each of their steps is one of so many that decode.
         step_s = demand.decode_step_s(engine, batch)
         limits[Part.STALLS] = workers * _STALLED_SHARE / (demand.prefills_steps(step_tokens) * step_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import textwrap
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -58,7 +59,7 @@ def ratio(
         str, typer.Option(help="What KV takes from worker to worker; `baton plan kv --links` names them.")
     ] = "ib-400",
     tcp_link: Annotated[str, typer.Option(help="What it takes in the row `TCP transfer`.")] = "tcp",
-    weight_dtype: Annotated[str, typer.Option(help="bf16, fp8, int8, fp4 or int4.")] = "bf16",
+    weight_dtype: Annotated[str, typer.Option(help="bf16, fp8, int8, fp4 or int4; auto: what they come in.")] = "auto",
     kv_dtype: Annotated[str, typer.Option(help="As vLLM's --kv-cache-dtype; auto: the model's own.")] = "auto",
     prefill_tp: Annotated[
         list[int] | None, typer.Option(help="GPUs of a prefill worker. May come several times. Without it: 1, 2, 4, 8.")
@@ -90,6 +91,9 @@ def ratio(
     chunk_tokens: Annotated[
         int, typer.Option(help="vLLM's --max-num-batched-tokens; chunked prefill is tried with smaller ones, too.")
     ] = 8192,
+    small_step_tokens: Annotated[
+        int, typer.Option(help="A step of n prompt tokens takes as long as n and so many at full efficiency.")
+    ] = 128,
     cache_gb: Annotated[float, typer.Option(help="Host memory for LMCache, a GPU of prefill workers.")] = 128.0,
     processes: Annotated[int | None, typer.Option(help="So many simulations at once.", show_default="one a core")] = None,
     picture: Annotated[Path | None, typer.Option(help="Draw it, too: a file ending with .svg or .png.")] = None,
@@ -132,6 +136,7 @@ def ratio(
                 prefill_efficiency=prefill_efficiency,
                 decode_efficiency=decode_efficiency,
                 tp_efficiency=tp_efficiency,
+                small_step_tokens=small_step_tokens,
                 step_overhead_s=step_overhead_ms / 1e3,
                 max_num_seqs=max_num_seqs,
                 step_tokens=chunk_tokens,
@@ -155,12 +160,16 @@ def ratio(
         _print(report.rates_table(answer))
         typer.echo("\nat that rate, means over seeds:" if rate is None else f"\nat {rate:g} requests/s, means over seeds:")
         _print(report.times_table(answer))
-        typer.echo("\n" + "\n".join(report.notes(answer)))
+        typer.echo()
+        for line in report.notes(answer):
+            _wrapped(line)
         if judged is not None:
-            typer.echo(f"\n{judged.text}")
+            typer.echo()
+            _wrapped(judged.text)
         for line in report.robust_lines(changed):
-            typer.echo(f"  {line}")
-        typer.echo(f"\n{report.assumptions(answer)}")
+            _wrapped(line)
+        typer.echo()
+        _wrapped(report.assumptions(answer))
     if picture is not None:
         typer.echo(f"wrote {picture}", err=True)
 
@@ -221,6 +230,10 @@ class _Progress:
         if now_s >= self._next_s:
             self._next_s = now_s + _SAY_EVERY_S
             typer.echo(f"simulated {text}", err=True)
+
+
+def _wrapped(text: str) -> None:
+    typer.echo(textwrap.fill(text, 118, subsequent_indent="  "))
 
 
 def _print(table: Table) -> None:

@@ -32,7 +32,7 @@ class Part(Enum):
     """``max_num_seqs``."""
     LINK = "link"
     WORKERS = "workers' time"
-    """Of workers that do both."""
+    """Of workers that do both, as if each step did one of them only; steps that do both can do more."""
     STALLS = "prefills between tokens"
     """Of workers that do both: more than one in a hundred gaps has a prefill in it that is longer than the ITL SLO."""
 

@@ -2,8 +2,8 @@
 
 1. Arithmetic (:mod:`extproc.plan.candidates`) bounds every split at every TP, and drops what cannot meet the SLOs on idle
    workers.
-2. The best split of each pair of TP sizes is simulated with one seed, then splits beside the best, as long as that helps. One
-   whose bound is below what another was seen to do is not simulated.
+2. The best split of each pair of TP sizes is simulated with one seed, then splits or chunks beside the best, as long as
+   that helps. One whose bound is below what another was seen to do is not simulated.
 3. The best few are simulated with all seeds, each search beginning where the first one ended. All kinds see the same requests.
 """
 
@@ -19,7 +19,7 @@ from extproc.plan.confidence import Interval
 from extproc.plan.cost import usd_per_million_tokens
 from extproc.plan.demand import Demand, Part, demand_of
 from extproc.plan.errors import PlanError
-from extproc.plan.goodput_search import Highest, Stretch
+from extproc.plan.goodput_search import Stretch
 from extproc.plan.question import Question
 from extproc.plan.runs import Look, Runner, Search, Seen, look, search
 
@@ -119,8 +119,7 @@ def study(
     demand = demand_of(question.workload)
     found = [candidates(question, demand, kind) for kind in Kind if kind in kinds]
     if not any(each.able for each in found):
-        reasons = dict.fromkeys(f"{each.why_none}" for each in found)
-        raise PlanError("no arrangement can do: " + "; ".join(reasons))
+        raise PlanError("no arrangement can do:" + "".join(f"\n  {each.kind.value}: {each.why_none}" for each in found))
     stretch = stretch_of(question, demand, found, effort)
     studied = _Study(question, stretch, effort, runner, progress)
     best = tuple(studied.best_of(each) for each in found)
@@ -190,43 +189,45 @@ class _Study:
         )
 
     def _screen(self, found: Candidates) -> dict[Candidate, float]:
-        """One seed of the best of each family, then of the splits beside the best."""
-        families: dict[tuple[int, int, int], Candidate] = {}
+        """One seed of the best of each family, then of the splits, or the chunks, beside the best."""
+        families: dict[tuple[int, int], Candidate] = {}
         for each in found.able:
             families.setdefault(each.family, each)
         rates: dict[Candidate, float] = {}
-        for each in list(families.values())[: self._effort.keep]:
-            self._try(each, rates)
-        if found.kind.apart:
-            self._climb(found, rates)
+        self._try(list(families.values())[: self._effort.keep], rates)
+        self._climb(found, rates)
         return rates
 
     def _climb(self, found: Candidates, rates: dict[Candidate, float]) -> None:
         top = max(rates, key=lambda each: rates[each])
-        family = sorted((each for each in found.able if each.family == top.family), key=lambda each: each.arrangement.prefill)
-        for each in family if self._effort.all_splits else ():
-            self._try(each, rates, whatever=True)
+        family = sorted((each for each in found.able if each.family == top.family), key=lambda each: each.place)
+        if self._effort.all_splits:
+            self._try(family, rates, whatever=True)
         at, step = family.index(top), max(1, len(family) // 8)
         while step:
             beside = [family[place] for place in (at - step, at + step) if 0 <= place < len(family)]
-            for each in beside:
-                self._try(each, rates)
+            self._try(beside, rates)
             better = max(beside, key=lambda each: rates.get(each, 0.0), default=family[at])
             if rates.get(better, 0.0) > rates[family[at]]:
                 at = family.index(better)
             else:
                 step //= 2
 
-    def _try(self, candidate: Candidate, rates: dict[Candidate, float], *, whatever: bool = False) -> None:
-        """Simulate it with one seed, unless it was, or cannot be the best."""
-        hopeless = candidate.hard_bound_per_s / self._question.share < max(rates.values(), default=0.0)
-        if candidate in rates or (hopeless and not whatever):
-            return
-        guess_per_s = min(candidate.bound_per_s, candidate.hard_bound_per_s) * 0.7
-        found = self._runner.all(search, [self._search(candidate, 0, guess_per_s, screen=True)], lambda: None)[0]
-        self.simulations += len(found.tried)
-        rates[candidate] = found.rate_per_s
-        self._progress(f"{candidate.kind.value}: {candidate.text}: {_rate(found)} (one seed)")
+    def _try(self, those: Sequence[Candidate], rates: dict[Candidate, float], *, whatever: bool = False) -> None:
+        """Simulate them with one seed, but for those that were, or cannot be the best."""
+        best_per_s = max(rates.values(), default=0.0)
+        share = self._question.share
+        new = [each for each in those if each not in rates and (whatever or each.hard_bound_per_s / share >= best_per_s)]
+        done = iter(new)
+
+        def one_done() -> None:
+            candidate = next(done)
+            self._progress(f"{candidate.kind.value}: {candidate.text} (one seed)")
+
+        tasks = [self._search(each, 0, min(each.bound_per_s, each.hard_bound_per_s) * 0.7, screen=True) for each in new]
+        for candidate, found in zip(new, self._runner.all(search, tasks, one_done), strict=True):
+            self.simulations += len(found.tried)
+            rates[candidate] = found.rate_per_s
 
     def _finalists(self, screened: dict[Candidate, float]) -> list[Finalist]:
         ordered = sorted(screened, key=lambda each: (-screened[each], -each.bound_per_s))
@@ -305,7 +306,3 @@ def _bottleneck(finalist: Finalist) -> tuple[Part | None, float]:
     first = min(limits, key=lambda part: limits[part])
     used = finalist.rate_per_s.mean / limits[first]
     return (first if used >= _FULL else None), used
-
-
-def _rate(found: Highest) -> str:
-    return f"{found.rate_per_s:.2f} requests/s" if found.rate_per_s else f"not even {found.above_per_s:.2g} requests/s"

@@ -24,8 +24,8 @@ def headline(answer: Answer) -> str:
     """What was asked."""
     question, slos = answer.question, answer.question.slos
     return (
-        f"{question.shape.name}, weights {question.weight_dtype}, KV {question.kv_dtype}, on {question.gpus} x "
-        f"{question.gpu.name}, KV over {question.link.name}\n"
+        f"{question.shape.name}, weights {question.shape.weight_dtype(question.weight_dtype)}, KV {question.kv_dtype}, "
+        f"on {question.gpus} x {question.gpu.name}, KV over {question.link.name}\n"
         f"{question.workload.text}\n"
         f"{question.share:.0%} of the requests within TTFT {slos.ttft_s:g} s and ITL {slos.itl_s * 1e3:g} ms "
         f"(99th percentile of each request's gaps)"
@@ -123,8 +123,9 @@ def assumptions(answer: Answer) -> str:
     question, assume = answer.question, answer.question.assume
     return (
         f"Assumed: prefill at {assume.prefill_efficiency:.0%} of the dense peak, decode at {assume.decode_efficiency:.0%} of "
-        f"the memory bandwidth, {assume.tp_efficiency:.0%} of both left each time TP doubles, {assume.step_overhead_s * 1e3:g} "
-        f"ms a step, {question.link.bytes_a_s / 1e9:.3g} GB/s a port of {question.link.name}, {question.price:g} USD a "
+        f"the memory bandwidth, {assume.tp_efficiency:.0%} of both left each time TP doubles; a step takes "
+        f"{assume.step_overhead_s * 1e3:g} ms and the time of {assume.small_step_tokens} prompt tokens more; "
+        f"{question.link.bytes_a_s / 1e9:.3g} GB/s a port of {question.link.name}, {question.price:g} USD a "
         "GPU-hour. Nothing of it was measured on these GPUs."
     )
 
@@ -143,7 +144,7 @@ def document(answer: Answer, judged: Verdict | None, changed: Sequence[Changed])
             "gpu": question.gpu.name,
             "gpus": question.gpus,
             "link": question.link.name,
-            "weight_dtype": question.weight_dtype,
+            "weight_dtype": question.shape.weight_dtype(question.weight_dtype),
             "kv_dtype": question.kv_dtype,
             "workload": question.workload.text,
             "rate_per_s": question.rate_per_s,
@@ -285,7 +286,7 @@ def _full(best: Best) -> str:
     name: str = best.bottleneck.value
     if best.bottleneck is Part.STALLS:  # a guess, not a capacity
         return name
-    return f"{name}, {best.used:.0%}"
+    return f"{name}, {min(1.0, best.used):.0%}"
 
 
 def _usd(found: Interval | None) -> str:
