@@ -20,6 +20,9 @@ from workers.goodput import percentile
 VERSION = 1
 """Of the JSON document."""
 
+_OFF = 0.05
+"""Prompts or answers whose tokens are so far from what was asked for are not the load that was asked for."""
+
 
 class Quantiles(msgspec.Struct, frozen=True, kw_only=True):
     """Of one quantity, in seconds; all are None where there is none of it."""
@@ -122,7 +125,6 @@ def report(
     span_s: float,
     ttft_slo_s: float,
     itl_slo_s: float,
-    warnings: Sequence[str] = (),
 ) -> Report:
     """Everything about a run. ``span_s``: the time in which requests were to come, longer than to the last that did."""
     samples = run.samples
@@ -130,9 +132,13 @@ def report(
         span_s = min(span_s, run.wall_s)
     slos = (ttft_slo_s, itl_slo_s)
     counted = tokens(samples, run.wall_s)
-    found = [*run.own.warnings, *run.notes, *warnings]
+    found = [*run.own.warnings, *run.notes]
     if counted.without_usage:
         found.append(f"{counted.without_usage} served requests have no usage: their tokens are not counted")
+    if counted.asked_prompt and abs(counted.prompt / counted.asked_prompt - 1) > _OFF:
+        found.append(f"prompts had {counted.prompt / counted.asked_prompt:.2f} times the tokens that were asked for")
+    if counted.output < counted.asked_output * (1 - _OFF):
+        found.append(f"answers had {counted.output / counted.asked_output:.2f} times the tokens that were asked for")
     if counted.per_piece is not None and counted.per_piece > 1.02:
         found.append(f"a piece of a stream has {counted.per_piece:.2f} tokens: ITL is between pieces, TPOT is per token")
     if run.interrupted:

@@ -52,7 +52,7 @@ class _Choice(msgspec.Struct):
 class _Event(msgspec.Struct):
     choices: list[_Choice] = []
     usage: Usage | None = None
-    error: msgspec.Raw | None = None
+    error: msgspec.Raw = msgspec.Raw(b"")
 
 
 class _Error(msgspec.Struct):
@@ -107,7 +107,7 @@ class Answer:
         except msgspec.MsgspecError as error:
             self.fault = self.fault or ("not-json", f"an event of the stream cannot be read: {error}")
             return
-        if event.error is not None:
+        if len(event.error) and bytes(event.error) != b"null":
             self.fault = self.fault or _fault_of(event.error)
             return
         if event.usage is not None:

@@ -39,7 +39,8 @@ def draw(path: Path, found: Report, samples: Sequence[Sample]) -> None:
         _distribution(itl_cdf, [value for _, value in worst], 1e3, None, label="p99 of each request", colour=pictures.ORANGE)
         itl_cdf.set_title("Gap between tokens")
         itl_cdf.set_xlabel("ms")
-        itl_cdf.legend(loc="lower right")
+        itl_cdf.legend(loc="lower right", frameon=True)
+        figure.legend(*ttft.get_legend_handles_labels(), loc="outside lower center", ncols=3)
         figure.suptitle(
             f"{found.model}: {found.all.requests} requests, {found.all.served} served, "
             f"{found.all.goodput:.1%} within {found.ttft_slo_s:g} s and {found.itl_slo_s * 1e3:g} ms"
@@ -52,7 +53,6 @@ def _over_time(axes: Axes, points: Sequence[tuple[float, float]], unit: float, s
     if failed_s:
         axes.plot(failed_s, [0.0] * len(failed_s), "x", color=pictures.RED, markersize=5, label="not served")
     axes.set_ylim(bottom=0)
-    axes.legend(loc="upper left")
 
 
 def _distribution(
