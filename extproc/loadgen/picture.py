@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
+_MOST_STEPS = 400
+
 
 def draw(path: Path, found: Report, samples: Sequence[Sample]) -> None:
     """Write it. Raises PictureError and OSError."""
@@ -66,9 +68,9 @@ def _distribution(
 ) -> None:
     ordered = sorted(values)
     count = len(ordered)
-    axes.step(
-        [value * unit for value in ordered], [(n + 1) / count for n in range(count)], where="post", color=colour, label=label
-    )
+    # More steps than that are not seen, and make the file large; the last one always is.
+    steps = [*range(0, count, -(-count // _MOST_STEPS)), count - 1] if count else []
+    axes.step([ordered[n] * unit for n in steps], [(n + 1) / count for n in steps], where="post", color=colour, label=label)
     if slo_s is not None:
         axes.axvline(slo_s * unit, color=pictures.GREY, linestyle="--", linewidth=1)
     axes.set_ylim(0, 1.02)
