@@ -9,7 +9,7 @@ ARGS ?=
 SHELL := /bin/bash
 
 .DEFAULT_GOAL := help
-.PHONY: help up test install lint types unit stack page chaos soak engine kube generate lock clean bench-routing bench-overhead bench-peers bench-interference
+.PHONY: help up test install lint types unit stack page chaos soak engine kube generate lock clean bench-routing bench-overhead bench-peers bench-interference plan-check
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
@@ -145,6 +145,9 @@ bench-routing: $(VENV)/installed $(PEERS)/installed  ## Goodput on real request 
 
 bench-overhead: $(VENV)/installed $(PEERS)/installed $(VENV)/wrk  ## CPU and latency against two peers, against the bar. 25 minutes; ARGS=--quick.
 	$(BIN)/python -m bench.overhead $(ARGS)
+
+plan-check: $(VENV)/installed  ## What `baton plan` says of throughputs that are published, and how far off it is. 2 minutes.
+	$(BIN)/python -m bench.plan_check
 
 bench-interference: $(VENV)/installed  ## What long prompts do to streams, on real vLLM, colocated and apart. 8 minutes; ARGS=--quick.
 	$(BIN)/python -m bench.interference $(ARGS)

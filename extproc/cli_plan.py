@@ -154,7 +154,7 @@ def roofline(
     decode_efficiency: Annotated[float, typer.Option(help="Share of the memory's bandwidth that is reached.")] = 0.60,
     tp_efficiency: Annotated[
         float, typer.Option(help="Share of both that is left each time that the GPUs of a worker double.")
-    ] = 0.95,
+    ] = 0.87,
     step_overhead_ms: Annotated[float, typer.Option(help="Of each step: launching, scheduling.")] = 2.0,
     parameters: Annotated[
         float | None, typer.Option(help="Of the model, such as 52e9, where they cannot be counted from config.json.")

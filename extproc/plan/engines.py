@@ -22,8 +22,11 @@ PREFILL_EFFICIENCY = 0.45
 DECODE_EFFICIENCY = 0.60
 STEP_OVERHEAD_S = 0.002
 MEMORY_UTILIZATION = 0.9
-TP_EFFICIENCY = 0.95
-"""Of prefill and decode, what is left each time that the GPUs of a worker double. An assumption."""
+TP_EFFICIENCY = 0.87
+"""Of prefill and decode, what is left each time that the GPUs of a worker double: what makes the arithmetic agree with the
+throughputs that NVIDIA publishes at 1, 2 and 8 GPUs a worker (``bench/plan_check``). Llama 3.3 70B on vLLM, prompts of 2,048
+tokens, eight H100: two workers of four do 1.18 times (BF16) and 1.27 times (FP8) what one of eight does (ISC 2026, poster "FP8
+Makes Prefill Collective-Bound"), which is 0.85 and 0.79."""
 OTHER_SHARE = 0.05
 """Of each GPU's memory, for activations, CUDA graphs and communication. An assumption; vLLM measures it at its start."""
 
