@@ -17,7 +17,9 @@ from extproc.errors import ApiError
 from extproc.handoff import Flow, Handoff, Pair
 from extproc.headers import KV_TRANSFER_HEADER, UNSEEN_KEY
 from extproc.journey import Journey, OverError, Phase
+from extproc.next_turn.reading import Reading
 from extproc.observe.own_time import PREFILL_CALL, REPLY
+from extproc.paths import Treatment
 from extproc.routing.picker import NoEndpointError
 from extproc.routing.pool import Endpoint
 from extproc.routing.ticket import Ticket
@@ -49,9 +51,10 @@ async def _one_after_the_other(journey: Journey, ask: Ask, ticket: Ticket) -> No
             # The client left while the process stood still: the reply would go into a stream that is no more.
             raise OverError(await journey.receive(Phase.PREFILL))
         decode = still_live(journey, ticket)
-        await _dispatch(
-            journey, ask, prefilled.handoff, decode, prefilled.prompt_token_ids, may_be_unseen=journey.may_be_unseen
-        )
+        # What an answer without a stream says of its blocks is to be read.
+        unread = journey.parts.next_turns is None or ask.request.streamed()
+        unseen = journey.may_be_unseen and (unread and ask.request.treatment is not Treatment.RESPONSES)
+        await _dispatch(journey, ask, prefilled.handoff, decode, prefilled.prompt_token_ids, may_be_unseen=unseen)
         undelivered.pop_all()
 
 
@@ -109,10 +112,11 @@ async def _dispatch(
 ) -> None:
     """Let Envoy send the decode leg. ``may_be_unseen``: the filter need not be shown a good answer."""
     journey.enter(REPLY)
-    body = ask.request.decode_body(handoff.params, prompt_token_ids)
+    asks_ids = _read_answer(journey, ask)
+    body = ask.request.decode_body(handoff.params, prompt_token_ids, return_token_ids=asks_ids)
     if body is not None and len(body) > journey.parts.config.limits.max_body_bytes + BODY_HEADROOM_BYTES:
         # Envoy would find it too large. Token ids can take more room than the prompt, and are not needed.
-        body = ask.request.decode_body(handoff.params)
+        body = ask.request.decode_body(handoff.params, return_token_ids=asks_ids)
     tags = journey.marks("disaggregate")
     unseen = None
     if may_be_unseen and journey.ticket is not None:
@@ -141,6 +145,24 @@ async def _dispatch(
     journey.parts.recent.handed_over(handoff.prefill, decode.address)
     if handoff.blocks is not None:
         metrics.handoff_blocks.observe(handoff.blocks)
+
+
+def _read_answer(journey: Journey, ask: Ask) -> bool:
+    """Have the answer read for blocks that are kept, where that is wanted; whether token ids are to be asked for with it."""
+    turns, request = journey.parts.next_turns, ask.request
+    if turns is None:
+        return False
+    asks_ids = request.tells_token_ids and request.at_once() and journey.can_read_answer
+    journey.reading = Reading(
+        turns,
+        ask.tokens,
+        treatment=request.treatment,
+        model=ask.model,
+        streamed=not request.at_once(),
+        hide_ids=asks_ids and not request.asks_token_ids(),
+        sent_s=journey.parts.clock(),
+    )
+    return asks_ids
 
 
 class _Delivery:
@@ -197,7 +219,7 @@ async def _fresh(journey: Journey, ask: Ask, ticket: Ticket) -> Prefilled:
                 raise parts.dispatcher.as_api_error(error) from None
             age_s = parts.clock() - prefilled.since_s
             parts.metrics.handoff_age_seconds.observe(age_s)
-            if parts.tokens is not None and ask.tokens is not None:
+            if parts.tokens is not None and ask.tokens is not None and not prefilled.told_ids:
                 parts.tokens.replied(ask.tokens, prefilled.prompt_token_ids)
             if prefilled.handoff.tokens is not None:
                 parts.bytes_per_token.note(ask.model, ask.text_bytes, prefilled.handoff.tokens)

@@ -20,6 +20,8 @@ from extproc.errors import ApiError, RelayedError
 from extproc.handoff import Connector, Handoff, HandoffError, Pair
 from extproc.ids import ids
 from extproc.inference import InferenceRequest, token_ids_of
+from extproc.next_turn.read import Read, take
+from extproc.next_turn.store import NextTurns, Turn
 from extproc.observe.logs import Logger
 from extproc.observe.metrics import Metrics
 from extproc.observe.pulse import Pulse
@@ -81,6 +83,8 @@ class Ask(msgspec.Struct, frozen=True):
     """Gets a span for each call."""
     tokens: Wanted | None = None
     """What is known of its token ids; to be compared with those of the reply."""
+    turn: Turn | None = None
+    """Blocks of the turn before that it continues, for its first prefill worker to read."""
 
 
 class RequestOverError(Exception):
@@ -94,6 +98,8 @@ class Prefilled(msgspec.Struct, frozen=True):
     since_s: float
     """On the monotonic clock: the lease did not begin before this."""
     prompt_token_ids: bytes | None
+    told_ids: bool = False
+    """The token ids are those that it was given: they say nothing of how the engine tokenises."""
 
 
 class Prefiller:
@@ -110,9 +116,10 @@ class Prefiller:
         metrics: Metrics,
         log: Logger,
         on_unused: Callable[[Handoff], None],
+        next_turns: NextTurns | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``on_unused`` is told of a handoff that came too late for its request."""
+        """``on_unused`` is told of a handoff that came too late for its request. ``next_turns``: keeps the turns of asks."""
         self._client = client
         self._dispatcher = dispatcher
         self._connector = connector
@@ -121,6 +128,7 @@ class Prefiller:
         self._metrics = metrics
         self._log = log
         self._on_unused = on_unused
+        self._next_turns = next_turns
         self._clock = clock
         self._leftovers: set[asyncio.Task[None]] = set()
         self.in_flight = 0
@@ -173,11 +181,14 @@ class Prefiller:
         code: str | None = None
         blame = False
         handoff: Handoff | None = None
+        read = self._taken(ask, ticket, pair)
         span, context = (None, "") if ask.trace is None else ask.trace.prefill(pair.prefill, pair.request_id)
         try:
-            prefilled = await self._call(ask, pair, context, over)
+            prefilled = await self._call(ask, pair, context, over, read)
             outcome = "ok"
             handoff = prefilled.handoff
+            if read is not None:
+                read.went_well(handoff.cached_tokens)
             self._dispatcher.prefilled(
                 ticket, tokens=handoff.tokens, cached_tokens=handoff.cached_tokens, engine_id=handoff.engine_id
             )
@@ -192,6 +203,8 @@ class Prefiller:
                 blame = self._had_its_time(self._clock() - started, ticket)
             raise
         finally:
+            if read is not None and outcome != "ok":
+                read.failed(blame=outcome == "failed")
             if ask.trace is not None and span is not None:
                 tokens, cached_tokens = (None, None) if handoff is None else (handoff.tokens, handoff.cached_tokens)
                 ask.trace.prefilled(span, code, outcome=outcome, prompt_tokens=tokens, cached_tokens=cached_tokens)
@@ -209,7 +222,16 @@ class Prefiller:
         terms = ticket.decision.terms
         return had_s >= max(_ENOUGH_S, _TIMES_EXPECTED * (terms.queue_prefill_s + terms.prefill_s))
 
-    async def _call(self, ask: Ask, pair: Pair, context: str, over: asyncio.Future[Any] | None) -> Prefilled:
+    def _taken(self, ask: Ask, ticket: Ticket, pair: Pair) -> Read | None:
+        """The turn before, where this prefill shall read it. It is used once: no other attempt gets it."""
+        if self._next_turns is None or ask.turn is None or ticket.job.next_turn is None:
+            return None
+        read = take(self._next_turns, ask.turn, ask.request, ticket, pair.prefill)
+        if read is None:
+            ticket.job.next_turn = None  # what was expected of it is void
+        return read
+
+    async def _call(self, ask: Ask, pair: Pair, context: str, over: asyncio.Future[Any] | None, read: Read | None) -> Prefilled:
         sent_s = self._clock()
         left_s = ask.deadline_s - sent_s
         if left_s <= 0:
@@ -218,7 +240,10 @@ class Prefiller:
         if context:
             headers["traceparent"] = context
         tokenise_once = self._settings.tokenise_once
-        body = ask.request.prefill_body(self._connector.prefill_params(pair), return_token_ids=tokenise_once)
+        params = self._connector.prefill_params(pair) if read is None else read.params
+        body = ask.request.prefill_body(
+            params, return_token_ids=tokenise_once, prompt_token_ids=None if read is None else read.prompt_token_ids
+        )
         timeout_s = min(left_s, self._settings.attempt_timeout_s or left_s)
         call = self._client.call(pair.prefill, ask.path, body, headers)
         try:
@@ -234,7 +259,7 @@ class Prefiller:
         except HandoffError as error:
             raise ApiError("handoff_invalid", f"the prefill worker's answer cannot be handed over: {error}") from None
         token_ids = token_ids_of(reply, ask.request.treatment) if tokenise_once else None
-        return Prefilled(handoff, since_s, token_ids)
+        return Prefilled(handoff, since_s, token_ids, told_ids=read is not None)
 
     def _drop(self, call: asyncio.Future[bytes], pair: Pair, *, late: bool) -> None:
         """Nobody waits for this call any more. With ``late``, a reply that has come all the same gives its blocks back."""

@@ -20,6 +20,8 @@ from extproc.discovery.kubernetes.settings import check as check_kubernetes
 from extproc.discovery.listing import ListingError, endpoint_set, name_server
 from extproc.handoff.remote_hosts import RemoteHosts
 from extproc.models import Models
+from extproc.next_turn.settings import NextTurn
+from extproc.next_turn.settings import faults as next_turn_faults
 from extproc.observe.kv_events.settings import KvEvents
 from extproc.observe.kv_events.settings import faults as kv_event_faults
 from extproc.observe.load import Scraping
@@ -219,6 +221,7 @@ class Handoff(_Section, frozen=True, kw_only=True):
     """Releases waiting at once; one more is dropped, counted, and left to the lease."""
     release_timeout_s: float = 5.0
     """One release call."""
+    next_turn: NextTurn = NextTurn()
     remote_hosts: list[str] = []
     """Where a prefill worker's reply may say that its KV blocks are: networks (`10.1.0.0/16`), host names, or `worker`: the
     address that the worker has itself. A reply that names another host is not used. Empty: any host, as workers may have a
@@ -648,6 +651,7 @@ class Config(_Section, frozen=True, kw_only=True):
                 f"({self.prefill.timeout_s:g} s): Envoy's idle timer runs while a prefill is awaited"
             )
         _check_tokens(self)
+        _check_next_turn(self)
         _check_routes(self)
         _check_policies(self)
         if self.log_level not in ("debug", "info", "warning", "error"):
@@ -753,6 +757,31 @@ def _check_tokens(config: Config) -> None:
         raise ConfigError(f"tokens.{fault}")
     if not config.prefill.tokenise_once and not settings.models and settings.ask_workers == "off":
         raise ConfigError("tokens.learn: needs prefill.tokenise_once, with which replies bring token ids")
+
+
+def _check_next_turn(config: Config) -> None:
+    """Raises ConfigError."""
+    fault = next_turn_faults(config.handoff.next_turn)
+    if fault is not None:
+        raise ConfigError(f"handoff.next_turn.{fault}")
+    if not config.handoff.next_turn.enabled:
+        return
+    needs = "handoff.next_turn.enabled: needs"
+    if config.handoff.connector != "nixl_pull":
+        raise ConfigError(f"{needs} handoff.connector: nixl_pull, whose workers can read both ways")
+    if config.tokens is None:
+        raise ConfigError(f"{needs} tokens: blocks are given only to a prompt whose token ids are known to continue theirs")
+    if not config.tokens.models and config.tokens.ask_workers == "off":
+        raise ConfigError(
+            f"{needs} tokens.models or tokens.ask_workers: what replies teach never knows all token ids of a turn that is new"
+        )
+    if not config.prefill.tokenise_once:
+        raise ConfigError(f"{needs} prefill.tokenise_once, so that both workers work on the token ids that were compared")
+    if config.envoy.body_mode == "full_duplex":
+        raise ConfigError(
+            f"{needs} envoy.body_mode: buffered or full_duplex_both: with full_duplex Envoy cannot be asked to show the body "
+            "of an answer, in which the blocks are named"
+        )
 
 
 def _check_processes(config: Config) -> None:

@@ -12,6 +12,7 @@ from extproc.cache_directory import CacheDirectory
 from extproc.dispatcher import REMEMBERED, Dispatcher
 from extproc.errors import ApiError
 from extproc.explain import Explainer, Question, Report, snapshot_of
+from extproc.next_turn.store import NextTurns
 from extproc.observe.observer import Observer
 from extproc.prompt import BytesPerToken
 from extproc.routing.snapshot import INDEX_BLOCKS
@@ -37,14 +38,16 @@ class Debug:
         max_body_bytes: int,
         tokens: TokenSource | None = None,
         directory: CacheDirectory | None = None,
+        next_turns: NextTurns | None = None,
     ) -> None:
-        """``tokens`` and ``directory`` as requests have them."""
+        """``tokens``, ``directory`` and ``next_turns`` as requests have them."""
         self._dispatcher = dispatcher
         self._observer = observer
         self._explainer = explainer
         self._bytes_per_token = bytes_per_token
         self._tokens = tokens
         self._directory = directory
+        self._next_turns = next_turns
         self.max_bytes = max_body_bytes + ENVELOPE_BYTES
         """Of a question: the limit that the server must be made with."""
         self._one_at_a_time = asyncio.Lock()
@@ -113,6 +116,8 @@ class Debug:
             if found.chain is not None:
                 if found.whole:
                     job.tokens = max(found.chain.tokens, 1)
+                if self._next_turns is not None and found.whole and not found.media and job.handoff:
+                    job.next_turn = self._next_turns.peek(found.chain, job.model or "")
                 if self._directory is not None:
                     job.stored_tokens = await self._directory.lookup(found.chain, job.model or "")
         return self._explainer.by_router(read, self._dispatcher.router, self._dispatcher.now_s())

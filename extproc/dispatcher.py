@@ -308,13 +308,15 @@ def as_api_error(error: Exception, known_models: Iterable[str]) -> ApiError:
 
 def live_decode_worker(router: Router) -> Callable[[str, Collection[str]], str | None]:
     """Names live decode workers of the pool of a prefill worker in turn, none of those that it is given besides; None if there
-    is no other."""
+    is no other. For a worker that only decodes, and keeps blocks for the next turn, it names those who read from it: prefill
+    workers."""
     turn = 0
 
     def name(prefill: str, exclude: Collection[str]) -> str | None:
         nonlocal turn
-        live = router.pool.live(Role.DECODE)
         giver = router.pool.get(prefill)
+        decodes_only = giver is not None and giver.roles == {Role.DECODE}
+        live = [each for each in router.pool.live(Role.PREFILL if decodes_only else Role.DECODE) if each is not giver]
         if giver is not None and POOL_LABEL in giver.labels:  # one of another pool may not understand it
             live = [each for each in live if each.labels.get(POOL_LABEL) == giver.labels[POOL_LABEL]]
         found = [each.address for each in live if each.address not in exclude]

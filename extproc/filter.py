@@ -37,6 +37,7 @@ from extproc.headers import CREDENTIAL_HEADERS, DECISION_HEADER, MODEL_HEADER, P
 from extproc.inference import InferenceRequest, parse
 from extproc.intake import Other
 from extproc.journey import AT_ONCE, Journey, OverError, Parts, Phase, ProtocolError
+from extproc.next_turn.store import Turn
 from extproc.observe.own_line import line_of
 from extproc.observe.own_time import ANSWER, PARSE, PHASES, REPLY
 from extproc.observe.reasons import reason_of
@@ -45,7 +46,9 @@ from extproc.observe.request_span import finish
 from extproc.observe.shown import shown
 from extproc.paths import Treatment, treatment
 from extproc.policy import override_headers
+from extproc.routing.job import Job
 from extproc.routing.pool import Role
+from extproc.tokens.source import Wanted
 
 _FORWARDED = ("authorization", "x-api-key", "traceparent", "tracestate", "x-vllm-priority", "x-session-id")
 """Client headers that the prefill leg carries as well: who asks, how urgent it is, and the trace it belongs to."""
@@ -295,6 +298,7 @@ class Filter:
             job.token_chain, job.token_chain_whole = tokens.chain, tokens.whole
             if parts.directory is not None and tokens.chain is not None:
                 job.stored_tokens = await parts.directory.lookup(tokens.chain, job.model or "")
+        turn = self._turn(request, job, tokens)
         journey.tenant = parts.metrics.accounts.tenant(job.tenant, asked.resolved.policy.tenant_header)
         try:
             ticket = await journey.place(job)
@@ -322,6 +326,7 @@ class Filter:
                 text_bytes=asked.prompt.text_bytes,
                 trace=journey.trace,
                 tokens=tokens,
+                turn=turn,
             )
             try:
                 await apart.serve(journey, ask, ticket)
@@ -333,6 +338,8 @@ class Filter:
                 parts.metrics.fallbacks.labels("aggregate").inc()
                 record.whole_reason = error.code
                 decode = apart.still_live(journey, ticket)
+        if turn is not None and parts.next_turns is not None:
+            parts.next_turns.unused(turn, "went_back" if decode is turn.endpoint else "elsewhere")
         journey.enter(REPLY)
         record.whole_reason = record.whole_reason or reason_of(ticket.decision)
         parts.metrics.whole.inc(record.whole_reason)
@@ -348,6 +355,17 @@ class Filter:
             clear_route_cache=bool(route),
         )
         await journey.stream.pass_body(change, body)
+
+    def _turn(self, request: InferenceRequest, job: Job, tokens: Wanted | None) -> Turn | None:
+        """The turn that the prompt continues, where a decode worker keeps its blocks."""
+        turns = self._parts.next_turns
+        if turns is None or tokens is None or not job.handoff or not request.tells_token_ids:
+            return None
+        known = tokens.chain is not None and tokens.whole and not tokens.media
+        turn = turns.find(tokens.chain if known else None, job.model or "")
+        if turn is not None:
+            job.next_turn = turns.offer(turn)
+        return turn
 
     def _allowed(self, head: wire.RequestHeaders) -> frozenset[str] | None:
         """Decode workers among which one may be chosen; None: among all."""

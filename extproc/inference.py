@@ -120,14 +120,19 @@ class InferenceRequest(msgspec.Struct, frozen=True):
         """The body for a worker that does it all; None if the client's bytes can go on as they are."""
         return _encode(self.fields) if self.removed or self.renamed else None
 
-    def decode_body(self, kv_transfer_params: bytes | None, prompt_token_ids: bytes | None = None) -> bytes | None:
+    def decode_body(
+        self, kv_transfer_params: bytes | None, prompt_token_ids: bytes | None = None, *, return_token_ids: bool = False
+    ) -> bytes | None:
         """What the client sent, and the handoff; None if the client's bytes can go on as they are.
 
         ``prompt_token_ids`` (a JSON list, from :func:`token_ids_of`) saves the decode worker the tokenising.
+        ``return_token_ids``: ask for token ids, where the API has them.
         """
         if kv_transfer_params is None:
             return self.clean_body()
         fields = dict(self.fields)
+        if return_token_ids and self.treatment in _TOKEN_IDS_BACK:
+            fields["return_token_ids"] = msgspec.Raw(b"true")
         if prompt_token_ids is not None:
             if self.treatment is Treatment.COMPLETIONS:
                 fields["prompt"] = msgspec.Raw(prompt_token_ids)
@@ -137,8 +142,11 @@ class InferenceRequest(msgspec.Struct, frozen=True):
         fields["kv_transfer_params"] = msgspec.Raw(kv_transfer_params)
         return _encode(fields)
 
-    def prefill_body(self, kv_transfer_params: bytes, *, return_token_ids: bool = False) -> bytes:
-        """The same prompt, asked for one token and its KV blocks."""
+    def prefill_body(
+        self, kv_transfer_params: bytes, *, return_token_ids: bool = False, prompt_token_ids: bytes | None = None
+    ) -> bytes:
+        """The same prompt, asked for one token and its KV blocks. ``prompt_token_ids``: a JSON list in place of the prompt of
+        the completions API; the chat API takes it with ``kv_transfer_params``."""
         leg = LEGS[self.treatment]
         fields = {key: value for key, value in self.fields.items() if key not in leg.drops}
         cap = next((name for name in leg.caps if self._given(name)), leg.caps[-1])
@@ -148,8 +156,19 @@ class InferenceRequest(msgspec.Struct, frozen=True):
         fields.update(_SETS[self.treatment])
         if return_token_ids and self.treatment in _TOKEN_IDS_BACK:
             fields["return_token_ids"] = msgspec.Raw(b"true")
+        if prompt_token_ids is not None and self.treatment is Treatment.COMPLETIONS:
+            fields["prompt"] = msgspec.Raw(prompt_token_ids)
         fields["kv_transfer_params"] = msgspec.Raw(kv_transfer_params)
         return _encode(fields)
+
+    @property
+    def tells_token_ids(self) -> bool:
+        """Whether its API can be asked for token ids."""
+        return self.treatment in _TOKEN_IDS_BACK
+
+    def asks_token_ids(self) -> bool:
+        """Whether the client wants token ids; what is neither yes nor no in JSON may be one of them to the engine."""
+        return bytes(self.fields.get("return_token_ids", b"false")) not in (b"false", _NULL)
 
     def whole_reason(self) -> str | None:
         """Why this request cannot be handed over, or None if it can."""
@@ -205,6 +224,10 @@ class InferenceRequest(msgspec.Struct, frozen=True):
     def streamed(self) -> bool:
         """Whether the client wants the answer token by token."""
         return bytes(self.fields.get("stream", b"")) == b"true"
+
+    def at_once(self) -> bool:
+        """Whether the answer surely comes in one piece: an engine takes more for true than JSON does."""
+        return bytes(self.fields.get("stream", b"false")) in (b"false", _NULL)
 
     def states_usage(self) -> bool:
         """Whether the answer is a stream that says at its end how many tokens it has, as far as the request decides it."""

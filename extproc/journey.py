@@ -23,6 +23,8 @@ from extproc.dispatcher import Dispatcher
 from extproc.handoff import Connector
 from extproc.held import Held
 from extproc.intake import Intake
+from extproc.next_turn.reading import Reading
+from extproc.next_turn.store import NextTurns
 from extproc.observe.engines import Engines
 from extproc.observe.logs import Logger
 from extproc.observe.metrics import Metrics
@@ -144,6 +146,8 @@ class Parts(msgspec.Struct, frozen=True):
     tracing: Tracing | None = None
     tokens: TokenSource | None = None
     """What knows the token ids of prompts, where that is wanted."""
+    next_turns: NextTurns | None = None
+    """Blocks that decode workers keep for the next turn, where they are used."""
     directory: CacheDirectory | None = None
     """What knows what cache servers hold, where there is one to ask."""
     routes: RouteHeaders = RouteHeaders()
@@ -180,6 +184,8 @@ class Journey:
         """Decode workers that Envoy may take instead."""
         self.on_answer: Callable[[wire.ResponseHeaders], object] | None = None
         """Told the start of the answer, where Envoy was asked to show it."""
+        self.reading: Reading | None = None
+        """What reads the body of the answer; None: nobody does."""
         self.answer_streamed = False
         """It is a stream of events."""
         self.served_by: By = "unknown"
@@ -232,10 +238,27 @@ class Journey:
                 self.answer_streamed = event.streamed
                 if self.on_answer is not None:
                     self.on_answer(event)
-            if isinstance(event, wire.ResponseHeaders) and self.answer_headers:
+            if isinstance(event, wire.ResponseHeaders) and self._reads(event):
+                await self.stream.edit_answer(event, self.answer_headers, self._edit())
+            elif isinstance(event, wire.ResponseHeaders) and self.answer_headers:
                 await self.stream.send(wire.answer_reply(event, self.answer_headers))
             else:
                 following = await self.stream.pass_answer(event)
+
+    def _reads(self, answer: wire.ResponseHeaders) -> bool:
+        """Whether the body of the answer has to come through here."""
+        return self.reading is not None and self.reading.begins(answer, shown=self.can_read_answer)
+
+    @property
+    def can_read_answer(self) -> bool:
+        """Whether Envoy shows the body of the answer, or does so when it is asked to: a gateway that is not ours need not."""
+        return self.stream.shows_answer or (not self.parts.config.epp.enabled and self.stream.may_edit_answer)
+
+    def _edit(self) -> wire.Edit:
+        """Does not refer to the journey: that would be a cycle."""
+        reading, record = self.reading, self.record
+        assert reading is not None
+        return lambda piece, last: reading.feed(piece, last=last, decode=record.decode)
 
     async def over_within(self, work: asyncio.Future[Any] | None, timeout_s: float | None = None) -> bool:
         """Wait for ``work``, but no longer than the request lasts: whether something stirred on the stream first."""

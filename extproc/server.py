@@ -25,10 +25,12 @@ from extproc.explain import Explainer
 from extproc.filter import Filter
 from extproc.fleet import Fleet
 from extproc.handoff.choose import connector as choose_connector
+from extproc.handoff.remote_hosts import RemoteHosts
 from extproc.intake import Intake
 from extproc.journey import Parts
 from extproc.kv import routing_of
 from extproc.live import Live
+from extproc.next_turn.store import NextTurns
 from extproc.observe.cache_servers import CacheServers
 from extproc.observe.engines import Engines
 from extproc.observe.kv_events.following import Following
@@ -201,6 +203,7 @@ class Server:
             meeting,
             directory or contextlib.nullcontext(),
         ):
+            next_turns = self._open_next_turns(router, releaser, pulse)
             prefiller = Prefiller(
                 client=client,
                 dispatcher=dispatcher,
@@ -210,6 +213,7 @@ class Server:
                 metrics=self._metrics,
                 log=self._log,
                 on_unused=releaser.release,
+                next_turns=next_turns,
             )
             filter_ = (RouteFilter if config.routes.only else Filter)(
                 Parts(
@@ -232,6 +236,7 @@ class Server:
                     tracing=tracing,
                     directory=directory,
                     tokens=tokens,
+                    next_turns=next_turns,
                     routes=RouteHeaders(model=config.routes.asks_for_model, pools=config.names_pools),
                 )
             )
@@ -261,6 +266,7 @@ class Server:
                 max_body_bytes=config.limits.max_body_bytes,
                 tokens=tokens,
                 directory=directory,
+                next_turns=next_turns,
             )
             runner = await admin.start(
                 Address.parse(config.admin),
@@ -384,6 +390,25 @@ class Server:
         except FolderError as error:
             raise OSError(str(error)) from None
         return self._tokens
+
+    def _open_next_turns(self, router: Router, releaser: Releaser, pulse: Pulse) -> NextTurns | None:
+        """None: decode workers keep nothing, or nobody asks."""
+        settings, metrics = self._config.handoff.next_turn, self._metrics
+        if not settings.enabled or self._config.routes.only:
+            return None
+        turns = NextTurns(
+            settings,
+            self._pool,
+            router.costs.back,
+            hosts=RemoteHosts(self._config.handoff.remote_hosts),
+            not_before=pulse.not_before,
+            count=metrics.next_turns,
+            release=releaser.release,
+            release_later=releaser.release_later,
+        )
+        metrics.next_turn_kept.set_function(lambda: len(turns))
+        metrics.next_turn_bytes.set_function(lambda: turns.bytes)
+        return turns
 
     def _follow_secrets(self, key: WorkerKey, link: WorkerLink) -> FileFollower:
         """What reads keys and certificates again when they change."""

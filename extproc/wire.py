@@ -260,9 +260,18 @@ def streamed_reply(piece: bytes, *, answer: bool, end_of_stream: bool) -> bytes:
     return _field(_RESPONSE_BODY if answer else _REQUEST_BODY, common)
 
 
-def answer_reply(_: ResponseHeaders, set_headers: Mapping[str, str]) -> bytes:
-    """The answer to ResponseHeaders: go on, with these headers on the answer."""
-    return _field(_RESPONSE_HEADERS, _field(_COMMON, _field(_HEADER_MUTATION, _set_headers(set_headers))))
+def answer_reply(_: ResponseHeaders, set_headers: Mapping[str, str], *, edited: bool = False) -> bytes:
+    """The answer to ResponseHeaders: go on, with these headers on the answer. ``edited``: its body may get another length."""
+    content = _set_headers(set_headers)
+    if edited:
+        content += _field(_REMOVE_HEADER, b"content-length")
+    return _field(_RESPONSE_HEADERS, _field(_COMMON, _field(_HEADER_MUTATION, content)))
+
+
+def answer_piece_reply(piece: bytes) -> bytes:
+    """The answer to a ResponseBody that Envoy was asked for: this stands in its place."""
+    mutation = _field(_BODY, piece) if piece else _CLEAR_BODY
+    return _field(_RESPONSE_BODY, _field(_COMMON, _field(_BODY_MUTATION, mutation)))
 
 
 def immediate_reply(answer: Immediate) -> bytes:
@@ -332,6 +341,7 @@ _HEADER_VALUE = _key(base_pb2.HeaderValue, "raw_value")
 _BODY = _key(pb.BodyMutation, "body")
 assert _key(pb.StreamedBodyResponse, "body") == _BODY
 _STREAMED = _key(pb.BodyMutation, "streamed_response")
+_CLEAR_BODY = pb.BodyMutation(clear_body=True).SerializeToString()
 _END_OF_STREAM = pb.StreamedBodyResponse(end_of_stream=True).SerializeToString()
 _APPEND_ACTION = base_pb2.HeaderValueOption(append_action=_OVERWRITE).SerializeToString()
 _ENTRY = _key(struct_pb2.Struct, "fields")
@@ -345,6 +355,16 @@ _WATCHING = pb.ProcessingResponse(
         request_trailer_mode=processing_mode_pb2.ProcessingMode.SKIP,
         response_header_mode=processing_mode_pb2.ProcessingMode.SEND,
         response_body_mode=processing_mode_pb2.ProcessingMode.NONE,
+        response_trailer_mode=processing_mode_pb2.ProcessingMode.SEND,
+    )
+).SerializeToString()
+_SHOW_ANSWER = pb.ProcessingResponse(
+    # The same, and the body of the answer, piece by piece: each waits for what we make of it, and no buffer limits them.
+    mode_override=processing_mode_pb2.ProcessingMode(
+        request_body_mode=_BUFFERED,
+        request_trailer_mode=processing_mode_pb2.ProcessingMode.SKIP,
+        response_header_mode=processing_mode_pb2.ProcessingMode.SEND,
+        response_body_mode=processing_mode_pb2.ProcessingMode.STREAMED,
         response_trailer_mode=processing_mode_pb2.ProcessingMode.SEND,
     )
 ).SerializeToString()
@@ -410,6 +430,10 @@ def _entry(name: str, value: bytes) -> bytes:
     return _field(_ENTRY, _field(_ENTRY_KEY, name.encode()) + _field(_ENTRY_VALUE, value))
 
 
+Edit = Callable[[bytes, bool], bytes]
+"""A piece of an answer's body, and whether it is the last -> what goes on to the client in its place."""
+
+
 class Stream:
     """One ext_proc stream: Envoy's events in order, and our replies."""
 
@@ -417,6 +441,7 @@ class Stream:
         self._call = call
         self._full_duplex = self._answer_full_duplex = False
         self._headers_change: Mutation | None = None
+        self._edit: Edit | None = None
         self._trailers = False
         self.first_piece_s: float | None = None
         """When the first piece of the answer's body was shown, on the monotonic clock; None: none was."""
@@ -485,13 +510,26 @@ class Stream:
         if self._trailers:
             await self.send(go_on(RequestTrailers()))
 
+    @property
+    def may_edit_answer(self) -> bool:
+        """Whether the body of an answer can be seen and changed, which Envoy is asked for with the answer's headers."""
+        return self._answer_full_duplex or not self._full_duplex
+
+    async def edit_answer(self, event: ResponseHeaders, set_headers: Mapping[str, str], edit: Edit) -> None:
+        """The answer's headers go on, and of every piece of its body what ``edit`` makes of it. Raises GoneError."""
+        self._edit = edit
+        reply = answer_reply(event, set_headers, edited=True)
+        await self.send(reply if self._answer_full_duplex else reply + _SHOW_ANSWER)
+
     async def pass_answer(self, event: Event) -> Event | None:
-        """What Envoy shows of the answer goes on unchanged. Raises GoneError.
+        """What Envoy shows of the answer goes on, unchanged but for :meth:`edit_answer`. Raises GoneError.
 
         Pieces that have piled up go together; the event behind them, if it was read with them, is returned.
         """
         if not isinstance(event, ResponseBody):
             self.answer_ended |= isinstance(event, ResponseTrailers)
+            if self._edit is not None and self.answer_ended:
+                await self._end_edit(self._edit)
             await self.send(go_on(event))
             return None
         self.last_piece_s = time.monotonic()
@@ -499,7 +537,10 @@ class Stream:
             self.first_piece_s = self.last_piece_s
         if not self._answer_full_duplex:
             self._passed(len(event.body), ended=event.end_of_stream)
-            await self.send(go_on(event))
+            if self._edit is None:
+                await self.send(go_on(event))
+            else:
+                await self.send(answer_piece_reply(self._edit(event.body, event.end_of_stream)))
             return None
         pieces, following, ended = [event.body], None, event.end_of_stream
         while not ended and following is None and self._call.stirred().done():
@@ -513,9 +554,23 @@ class Stream:
                 following = more
         body = b"".join(pieces)
         self._passed(len(body), ended=ended)
+        if self._edit is not None:
+            body = self._edit(body, ended)
+            if not body and not ended:
+                return following
         for piece, last in _pieces(body):
             await self.send(streamed_reply(piece, answer=True, end_of_stream=last and ended))
         return following
+
+    async def _end_edit(self, edit: Edit) -> None:
+        """Trailers end the body: what was held of it goes before them. Raises UnsupportedModeError where it cannot."""
+        self._edit = None
+        rest = edit(b"", True)
+        if rest and not self._answer_full_duplex:
+            raise UnsupportedModeError("an answer that was to be changed ends with trailers")
+        if rest:
+            for piece, _ in _pieces(rest):
+                await self.send(streamed_reply(piece, answer=True, end_of_stream=False))
 
     def _passed(self, size_bytes: int, *, ended: bool) -> None:
         self.answer_bytes += size_bytes

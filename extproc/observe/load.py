@@ -46,6 +46,8 @@ class Scrape(msgspec.Struct, kw_only=True):
     """Share of the KV cache in use, 0 to 1; the mean over the engines."""
     kv_tokens: int | None = None
     """Size of the KV cache."""
+    block_tokens: int | None = None
+    """Tokens in a KV block, where all engines have the same."""
     prefix_queries: float | None = None
     """Tokens that were looked up in the prefix cache, since the engine started. So are all below."""
     prefix_hits: float | None = None
@@ -94,6 +96,7 @@ class Scrape(msgspec.Struct, kw_only=True):
             waiting=self.waiting,
             kv_usage=self.kv_usage,
             kv_tokens=self.kv_tokens,
+            block_tokens=self.block_tokens,
             restarted=self.restarted,
         )
         if before is None or self.restarted:
@@ -176,6 +179,7 @@ def parse(text: bytes) -> Scrape:
     sources: dict[str, float] = {}
     model: str | None = None
     kv_tokens = usages = 0
+    sizes: set[int] = set()
     page = b"\n" + text
     for name, labels, written in _SAMPLE.findall(page):
         value = _number(written)
@@ -186,6 +190,7 @@ def parse(text: bytes) -> Scrape:
             blocks, size = _BLOCKS.search(labels), _BLOCK_SIZE.search(labels)
             if blocks and size:
                 kv_tokens += int(blocks[1]) * int(size[1])
+                sizes.add(int(size[1]))
             continue
         if name == _SOURCES:
             if source := _SOURCE.search(labels):
@@ -201,7 +206,13 @@ def parse(text: bytes) -> Scrape:
         sums["kv_usage"] = min(1.0, sums["kv_usage"] / usages)
     starts = (_number(found[1]) for found in _PROCESS_START.finditer(page))
     start_s = next((value for value in starts if value is not None), None)
-    scrape = Scrape(kv_tokens=kv_tokens or None, sources=sources or None, model=model, process_start_s=start_s)
+    scrape = Scrape(
+        kv_tokens=kv_tokens or None,
+        block_tokens=sizes.pop() if len(sizes) == 1 else None,
+        sources=sources or None,
+        model=model,
+        process_start_s=start_s,
+    )
     for field, buckets in _buckets(page).items():
         setattr(scrape, field, buckets)
     for field, total in sums.items():

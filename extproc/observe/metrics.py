@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, disable_created_metrics, genera
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+from extproc.next_turn.outcomes import OUTCOMES as NEXT_TURN_OUTCOMES
 from extproc.observe.accounts import Accounts
 from extproc.observe.client_metrics import ClientMetrics
 from extproc.observe.instruments import Maker
@@ -262,6 +263,16 @@ class Metrics:
             "KV handoffs given to a decode worker; over 5,000 pairs, the later ones are `other`",
             ("connector", "prefill", "decode"),
         )
+        self.next_turns = make.tally(
+            "baton_next_turn",
+            "What became of blocks that decode workers keep (`handoff.next_turn`), and why they were not used; see "
+            "[the next turn](routing.md#what-becomes-of-kept-blocks)",
+            ("outcome",),
+            known=[(each,) for each in NEXT_TURN_OUTCOMES],
+            watch="`failed`; `expired` near `kept`: blocks are kept for nothing; `unusable`, `not_shown`",
+        )
+        self.next_turn_kept = make.gauge("baton_next_turn_kept", "Answers whose blocks are remembered")
+        self.next_turn_bytes = make.gauge("baton_next_turn_bytes", "Memory that their token ids take")
         self.handoff_blocks = make.spread("baton_handoff_blocks", "KV blocks of a handoff", bounds=_BLOCKS)
         self.handoff_age_seconds = make.spread(
             "baton_handoff_age_seconds",

@@ -38,6 +38,8 @@ class Costs:
     def __init__(self, settings: Routing) -> None:
         self.settings = settings
         self.pairs = Pairs(settings.handshake_s)
+        self.back = Pairs(settings.handshake_s)
+        """The same the other way: decode workers that prefill workers read the turn before from. The giver is named first."""
         self._prefill: dict[str, tuple[PrefillRate, PrefillMeter]] = {}
         self._decode: dict[str, DecodeRate] = {}
         self._transfer: dict[str, TransferRate] = {}
@@ -115,9 +117,15 @@ class Costs:
         rate, meter = self._of(endpoint)
         took_s = meter.passed(rate, sent_s=sent_s, now_s=now_s)
         tiers = [(tier, tokens) for tier, tokens in zip(TIERS, below[:3], strict=True) if tokens]
-        if len(tiers) == 1:  # of several nobody can tell which was how slow
+        load_s = max(took_s - rate.seconds(uncached, cached), _LEAST_LOAD_S)
+        # Of several nobody can tell which was how slow, nor how long the first meeting of two took.
+        if below.decode:
+            giver, size_bytes = job.next_turn, below.decode * self.kv_bytes_per_token(job)
+            if giver is not None and not tiers and self.back.met(giver.decode, endpoint.address):
+                guess = TransferRate(self.settings.transfer_bytes_per_s)
+                self.back.transferred(giver.decode, endpoint.address, size_bytes, load_s, guess)
+        elif len(tiers) == 1:
             ((tier, tokens),) = tiers
-            load_s = max(took_s - rate.seconds(uncached, cached), _LEAST_LOAD_S)
             self.load_rate(endpoint.address, tier).note(tokens * self.kv_bytes_per_token(job), load_s)
 
     def prefilled(self, endpoint: Endpoint, *, sent_s: float, now_s: float, uncached: float, cached: float) -> None:
@@ -154,6 +162,7 @@ class Costs:
         for place in [place for place in self._loads if place[0] in addresses]:
             del self._loads[place]
         self.pairs.forget_all(addresses)
+        self.back.forget_all(addresses)
 
     # -- states of workers -------------------------------------------------------------------------------------------------
 

@@ -25,11 +25,13 @@ class Below(NamedTuple):
     lmcache: int = 0
     load_s: float = 0.0
     """What loading all of them takes."""
+    decode: int = 0
+    """Those that a decode worker keeps of the turn before, for this one to read (:mod:`extproc.routing.next_turn`)."""
 
     @property
     def tokens(self) -> int:
         """All of them."""
-        return self.cpu + self.disk + self.lmcache
+        return self.cpu + self.disk + self.lmcache + self.decode
 
 
 NOTHING_BELOW: Mapping[str, Below] = MappingProxyType({})
@@ -66,11 +68,12 @@ class Hits(NamedTuple):
         return self.sources.get(address, "predicted")
 
     def below_tokens(self, address: str) -> dict[str, int]:
-        """What one of them would load, by tier: `cpu`, `disk`, `lmcache`."""
+        """What one of them would load, by tier: `cpu`, `disk`, `lmcache`, `decode`."""
         found = self.below.get(address)
         if found is None:
             return {}
-        return {tier: tokens for tier, tokens in zip(("cpu", "disk", "lmcache"), found[:3], strict=True) if tokens}
+        by_tier = zip(("cpu", "disk", "lmcache", "decode"), (*found[:3], found.decode), strict=True)
+        return {tier: tokens for tier, tokens in by_tier if tokens}
 
     def learned(self, job: Job, address: str, chain: Chain, floor_tokens: int = 0) -> bool:
         """The worker at ``address`` holds ``chain`` now: whether it holds more than before of ``job``, whose hits these are.

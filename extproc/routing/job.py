@@ -84,6 +84,17 @@ class Aims(msgspec.Struct, frozen=True, kw_only=True):
     """Band in the queue: a lower number goes first, as vLLM has it."""
 
 
+class Offer(NamedTuple):
+    """Blocks of the turn before, which a decode worker keeps for a prefill worker to read."""
+
+    decode: str
+    """``ip:port`` of the decode worker."""
+    tokens: int
+    """Leading tokens of the prompt in them, all of which are known to be the same."""
+    not_for: frozenset[str] = frozenset()
+    """``ip:port`` of prefill workers that get nothing to read."""
+
+
 class Job(msgspec.Struct, kw_only=True):
     """One prompt that asks for workers."""
 
@@ -94,6 +105,8 @@ class Job(msgspec.Struct, kw_only=True):
     """The prompt as the engine caches it; None: its tokens are not known, or nobody asked for them."""
     stored_tokens: Mapping[str, int] | None = None
     """Leading tokens that cache servers hold, as their directory said a moment ago, by server; None: it was not asked."""
+    next_turn: Offer | None = None
+    """What a decode worker keeps of it for the prefill worker; None: nothing that may be read."""
     tokens: int
     """Length of the prompt, estimated or known."""
     aims: Aims

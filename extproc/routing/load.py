@@ -16,6 +16,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     """Share of its KV cache in use, 0 to 1."""
     kv_tokens: int | None = None
     """Size of its KV cache."""
+    block_tokens: int | None = None
+    """Tokens in one of its KV blocks."""
     itl_s: float | None = None
     """Mean time between tokens since its last report."""
     transfer_s: float | None = None

@@ -127,6 +127,7 @@ class Router:
         if self.known is not None:
             self.known.forget(address)
         self.costs.pairs.forget(address)
+        self.costs.back.forget(address)
         for tickets in self._heads.values():
             for ticket in tickets:
                 ticket.hits = ticket.warmest = ticket.stuck = None
@@ -640,6 +641,8 @@ class Router:
             self.reported_tokens += cached_tokens
         uncached = max(total - cached, 1)
         below = self._checked(ticket, prefill, predicted, cached_tokens, now_s) if self.known is not None else None
+        if below is None and self.known is None:
+            below = _read_before(ticket, prefill, predicted, cached_tokens)
         if below is not None:
             self.costs.loaded(prefill, ticket.job, below, sent_s=ticket.sent_s, now_s=now_s, uncached=uncached, cached=cached)
             return
@@ -858,6 +861,14 @@ class Router:
             _give_back(claim, now_s)
             self._freed_s = now_s
             self.told.released(claim)
+
+
+def _read_before(ticket: Ticket, prefill: Endpoint, expected: int, cached_tokens: int | None) -> Below | None:
+    """What the prefill worker read first, if it is sure that it did."""
+    below = None if ticket.hits is None else ticket.hits.below.get(prefill.address)
+    if below is None or cached_tokens is None or cached_tokens < expected - below.tokens // 2:
+        return None
+    return below
 
 
 def _give_back(claim: Claim | None, now_s: float) -> None:

@@ -8,8 +8,9 @@ from typing import Literal, Protocol
 
 from extproc.routing.cost import Costs
 from extproc.routing.hits import NOTHING_BELOW, Hits
-from extproc.routing.job import Job, Objective, kind_of
-from extproc.routing.picker import Picker
+from extproc.routing.job import Job, Objective, Offer, kind_of
+from extproc.routing.next_turn import with_offer
+from extproc.routing.picker import NoEndpointError, Picker
 from extproc.routing.pool import Endpoint, Role
 from extproc.routing.prefix import PrefixIndex
 from extproc.routing.queue import Crowd, Fit, PrefillQueue, longest_wait_share
@@ -327,8 +328,17 @@ class Scales:
             if self.known is not None:
                 ticket.hits = self.known.hits(ticket.job, ticket.hits, self.now_s)
                 ticket.hits_s = self.now_s
+            if ticket.job.next_turn is not None:
+                ticket.hits = self._with_offer(ticket.job, ticket.job.next_turn, ticket.hits)
             ticket.warmest = ticket.stuck = None
         return ticket.hits
+
+    def _with_offer(self, job: Job, offer: Offer, hits: Hits) -> Hits:
+        try:
+            prefills = self._picker.group(Role.PREFILL, job.model, job.aims.prefill_labels)
+        except NoEndpointError:
+            return hits
+        return with_offer(self._costs, prefills, job, offer, hits, self.now_s)
 
 
 def _most_first(side: PrefillSide) -> tuple[int, str]:

@@ -189,6 +189,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Of the worker that replied last: what one counts as that never prefilled."""
     typical_uncached_tokens: float
     pairs: list[PairState] = []
+    back: list[PairState] = []
+    """The same the other way: decode workers (as `prefill`) that prefill workers (as `decode`) read the turn before from."""
     queue: QueueState = QueueState()
     in_flight: dict[str, int] = {}
     """Policy -> open requests."""
@@ -216,7 +218,6 @@ def take(router: Router, now_s: float, *, index_blocks: int = 0, sessions: Colle
     """
     costs, picker = router.costs, router.picker
     cut: dict[str, int] = {}
-    pairs = _newest(costs.pairs._pairs.items(), len(costs.pairs._pairs), _MOST_PAIRS, "pairs", cut)
     if sessions is None:
         homes = dict(_newest(picker._sessions.items(), len(picker._sessions), _MOST_SESSIONS, "sessions", cut))
     else:
@@ -227,17 +228,8 @@ def take(router: Router, now_s: float, *, index_blocks: int = 0, sessions: Colle
         endpoints=_endpoints(router, now_s),
         latest_speed=None if latest is None else _speed(latest),
         typical_uncached_tokens=costs._uncached_tokens.value,
-        pairs=[
-            PairState(
-                prefill=p,
-                decode=d,
-                met=pair.met,
-                failures=pair.failures,
-                penalty_s=max(0.0, pair.until_s - now_s),
-                transfers=_transfers(pair.transfers),
-            )
-            for (p, d), pair in pairs
-        ],
+        pairs=_pair_states(costs.pairs, "pairs", now_s, cut),
+        back=_pair_states(costs.back, "back", now_s, cut),
         queue=_queue(router, now_s, cut),
         in_flight=_added(router._in_flight, router.others.in_flight),
         sessions={hashed(name): address for name, address in homes.items()},
@@ -247,6 +239,20 @@ def take(router: Router, now_s: float, *, index_blocks: int = 0, sessions: Colle
         index=_index(router.index, index_blocks, cut) if index_blocks else None,
         cut=cut,
     )
+
+
+def _pair_states(pairs: Pairs, name: str, now_s: float, cut: dict[str, int]) -> list[PairState]:
+    return [
+        PairState(
+            prefill=giver,
+            decode=taker,
+            met=pair.met,
+            failures=pair.failures,
+            penalty_s=max(0.0, pair.until_s - now_s),
+            transfers=_transfers(pair.transfers),
+        )
+        for (giver, taker), pair in _newest(pairs._pairs.items(), len(pairs._pairs), _MOST_PAIRS, name, cut)
+    ]
 
 
 def restore(snapshot: Snapshot, index: PrefixIndex | None = None) -> Router:
@@ -398,6 +404,7 @@ def _restore_costs(costs: Costs, snapshot: Snapshot) -> None:
         costs._latest = _rate(snapshot.latest_speed)
     costs._uncached_tokens.value = snapshot.typical_uncached_tokens
     _restore_pairs(costs.pairs, snapshot.pairs)
+    _restore_pairs(costs.back, snapshot.back)
 
 
 def _rate(speed: PrefillSpeed) -> PrefillRate:

@@ -69,8 +69,8 @@ class Wanted:
     """One request's token ids: what is asked, and what was found."""
 
     __slots__ = (
-        *("beginning", "blocks", "chain", "key", "larger", "lora", "media", "model", "request", "rest", "salt", "shape"),
-        *("source", "text", "whole"),
+        *("beginning", "blocks", "chain", "circumstances", "key", "larger", "lora", "media", "model", "request", "rest"),
+        *("salt", "shape", "source", "text", "whole"),
     )
 
     def __init__(self, request: InferenceRequest, model: str) -> None:
@@ -79,6 +79,8 @@ class Wanted:
         """The name that the engine gets."""
         self.lora: str | None = None
         self.salt: str | None = None
+        self.circumstances = False
+        """Whether adapter, salt and media are known; where False, what stands there is no more than the beginning."""
         self.key = b""
         self.blocks: array[int] = _NO_BLOCKS
         """Hashes of its text's blocks; none where the text says too little."""
@@ -213,6 +215,7 @@ class TokenSource:
         wanted.salt = _salt(request)
         sent = token_ids_sent(request)
         if sent:
+            wanted.circumstances = True
             await self._sent(wanted, bytes(sent))
             return
         if len(request.body) <= _AT_ONCE_BYTES:
@@ -248,6 +251,7 @@ class TokenSource:
         """Look through the text. Raises CannotError."""
         request = wanted.request
         wanted.media = _has_media(request)
+        wanted.circumstances = True
         if wanted.media:
             return
         text = wanted.text = text_of(request, self._prompts)

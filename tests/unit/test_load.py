@@ -49,6 +49,7 @@ SAID = Scrape(
     waiting=2,
     kv_usage=0.25,
     kv_tokens=16_000,
+    block_tokens=16,
     prefix_queries=1000,
     prefix_hits=400,
     prompt_tokens=1000,

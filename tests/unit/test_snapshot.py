@@ -276,7 +276,7 @@ def test_whoever_gives_the_router_more_to_know_meets_this_test() -> None:
         *("_pool", "_costs", "_settings", "_random", "_groups", "_meet", "_version", "_sessions", "panics"),
     }
     assert set(vars(router.costs)) <= {
-        *("settings", "pairs", "_prefill", "_decode", "_transfer", "_latest", "_guess", "_uncached_tokens"),
+        *("settings", "pairs", "back", "_prefill", "_decode", "_transfer", "_latest", "_guess", "_uncached_tokens"),
         "_loads",
         # Only what the next report of a worker will be about; no decision reads it.
         "_sources",

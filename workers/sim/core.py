@@ -33,6 +33,12 @@ class CoreConfig:
     hash_seed: str = hashing.DEFAULT_SEED
     lease_s: float = 30.0
     recompute_on_load_failure: bool = False
+    bidirectional: bool = False
+    """Keep the blocks of an answer to a handoff for the next turn's prefill, and read those of others for one."""
+    turn_ttl_s: float = 480.0
+    """How long such blocks are kept."""
+    recompute_threshold_tokens: int = 64
+    """A prefill reads nothing where it would save fewer."""
     mean_answer_tokens: int = MEAN_ANSWER_TOKENS
     decode_burst_tokens: int = 1
     """Tokens a running sequence gets in one step; more than one only where no time is simulated."""
@@ -53,16 +59,26 @@ class Pull(NamedTuple):
     sequence: Sequence
     remote_blocks: list[int]
     tokens: int
+    until: int
+    """They are the tokens of the prompt before this one."""
+    turn: bool = False
+    """They are those of an answer: the prompt must begin with exactly what they hold."""
 
 
 class Release(NamedTuple):
-    """Tell the prefill worker of these kv_transfer_params that nobody will read its blocks."""
+    """Tell the worker of these kv_transfer_params that nobody will read its blocks."""
 
     request_id: str
     params: dict[str, Any]
 
 
-Effect = Pull | Release
+class Stuck(NamedTuple):
+    """A prefill was given blocks to read on an engine that cannot: it waits for them for ever, as vLLM 0.32 does."""
+
+    request_id: str
+
+
+Effect = Pull | Release | Stuck
 
 
 class Work(NamedTuple):
@@ -164,6 +180,7 @@ class Core:
         size, prompt = self.config.block_size, len(sequence.prompt)
         hit = sequence.cached_tokens or 0
         sequence.pull_allowed = False
+        until = sequence.pull_until
         if kv is None and not self.config.recompute_on_load_failure:
             self._finish(sequence, "error")
             return
@@ -172,12 +189,12 @@ class Core:
         else:
             for block, held in zip(sequence.blocks[hit // size :], kv, strict=False):
                 self.pool.kv[block] = held
-            sequence.pulled_tokens = prompt - hit
-            sequence.computed = prompt
+            sequence.pulled_tokens = until - hit
+            sequence.computed = until
             self._register(sequence)
             # The last token is computed here in any case: sampling needs its logits.
-            sequence.computed = prompt - 1
-            self.counters.external_hits += prompt - hit
+            sequence.computed = min(until, prompt - 1)
+            self.counters.external_hits += until - hit
         sequence.status = Status.WAITING
         self.waiting.appendleft(sequence)
 
@@ -186,6 +203,8 @@ class Core:
         for pinned in self.handoffs.expire(now_s):
             self.counters.expired += 1
             kind = "reply_lost" if pinned.reply_lost else "peer_lost" if pinned.wanted else "leaked_blocks"
+            if pinned.turn:
+                kind = "turn_unused"
             if self._on_leak is not None:
                 self._on_leak(kind, pinned.request_id, f"{len(pinned.blocks)} blocks, freed by the end of the lease")
 
@@ -312,6 +331,8 @@ class Core:
             self.reject(sequence.request_id, sequence.kv_params or {})
         elif sequence.wants_pull:
             self._pull(sequence, fresh)
+        elif sequence.wants_turn:
+            self._pull_turn(sequence)
         return True
 
     def _pull(self, sequence: Sequence, fresh: list[int]) -> None:
@@ -324,8 +345,34 @@ class Core:
         self.counters.external_queries += tokens
         sequence.status = Status.PULLING
         self.pulling[sequence.request_id] = sequence
+        sequence.pull_until = len(sequence.prompt)
         # As vLLM does where the local prefix cache has the start: the last ones are taken.
-        self.effects.append(Pull(sequence, remote[-len(fresh) :], tokens))
+        self.effects.append(Pull(sequence, remote[-len(fresh) :], tokens, sequence.pull_until))
+
+    def _pull_turn(self, sequence: Sequence) -> None:
+        """A prefill whose beginning is in a decode worker's blocks, as its params say. What they hold is not compared."""
+        params = sequence.kv_params or {}
+        sequence.pull_allowed = False
+        until = min(int(params.get("remote_num_tokens") or 0), len(sequence.prompt))
+        tokens = until - sequence.computed
+        worth = tokens > 0 and tokens >= self.config.recompute_threshold_tokens
+        if not self.config.bidirectional:
+            if worth:
+                sequence.status = Status.PULLING
+                self.pulling[sequence.request_id] = sequence
+                self.effects.append(Stuck(sequence.request_id))
+            return
+        if not worth:
+            self.reject(sequence.request_id, params)
+            return
+        size = self.config.block_size
+        wanted = -(-until // size) - sequence.computed // size
+        self.counters.external_queries += tokens
+        sequence.pull_until = until
+        sequence.status = Status.PULLING
+        self.pulling[sequence.request_id] = sequence
+        # Again the last ones: blocks behind the tokens, if any are named, are read in the place of others.
+        self.effects.append(Pull(sequence, list(params["remote_block_ids"][0])[-wanted:], tokens, until, turn=True))
 
     def _hash_up_to(self, sequence: Sequence, blocks: int) -> None:
         size = self.config.block_size
@@ -416,6 +463,17 @@ class Core:
                 self.handoffs.pin(sequence.request_id, used, now_s)
                 sequence.kv_result = self._params(sequence, used)
                 return
+            if self.config.bidirectional and sequence.kv_params and not sequence.is_prefill_leg:
+                # vLLM names all that is allocated: blocks for tokens that were guessed are among them. There are none here.
+                self.handoffs.pin_turn(sequence.request_id, blocks, now_s, self.config.turn_ttl_s)
+                sequence.kv_result = {
+                    **self._params(sequence, blocks),
+                    "do_remote_prefill": False,
+                    "do_remote_decode": True,
+                    "remote_blocks_expiry_time": now_s + self.config.turn_ttl_s,
+                }
+                del sequence.kv_result["remote_prefill_cached_tokens"]
+                return
         else:
             sequence.on_end(reason)
         self.pool.drop(blocks)
@@ -435,5 +493,5 @@ class Core:
             "remote_num_tokens": sequence.computed,
             "remote_blocks_expiry_time": None,
             "transfer_mode": "pull",
-            "remote_prefill_cached_tokens": sequence.cached_tokens or 0,
+            "remote_prefill_cached_tokens": (sequence.cached_tokens or 0) + sequence.pulled_tokens,
         }

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from workers.sim.blocks import BlockPool, CacheEvent, Kv
-from workers.sim.core import Core, CoreConfig, Effect, Identity, Plan, Pull
+from workers.sim.core import Core, CoreConfig, Effect, Identity, Plan, Pull, Stuck
 from workers.sim.handoff import Handoffs
 from workers.sim.histogram import Histogram
 from workers.sim.pacing import Pacer
@@ -262,6 +262,9 @@ class Engine:
             self._spawn(self._do(effect))
 
     async def _do(self, effect: Effect) -> None:
+        if isinstance(effect, Stuck):
+            self.violate("turn_stuck", effect.request_id, "blocks of an answer, without bidirectional_kv_xfer")
+            return
         if isinstance(effect, Pull):
             kv = await self._pull(effect)
             self.core.pulled(effect.sequence, kv)
@@ -312,14 +315,22 @@ class Engine:
             self.transfers.failed += 1
             return None
         held = [Kv(context, data) for context, data in kv]
-        expected = sequence.bytes_of(len(sequence.prompt) - pull.tokens, len(sequence.prompt))
+        expected = sequence.bytes_of(pull.until - pull.tokens, pull.until)
         if wrong is None and b"".join(block.tokens for block in held)[: len(expected)] != expected:
-            wrong = "other_prompt"
+            wrong = "other_beginning" if pull.turn else "other_prompt"
+        if wrong is None and pull.turn and not self._follows(pull, held):
+            wrong = "other_beginning"
         if wrong is not None:
             self.violate(wrong, request_id, f"handoff {params['remote_request_id']} of engine {engine_id}")
         self.transfers.bytes.observe(pull.tokens * self.config.profile.kv_bytes_a_token)
         self.transfers.seconds.observe(time.monotonic() - began_s)
         return held
+
+    def _follows(self, pull: Pull, held: list[Kv]) -> bool:
+        """Whether each block was computed behind exactly the tokens that stand before it in the prompt."""
+        size = self.config.core.block_size
+        first = (pull.until - pull.tokens) // size
+        return all(block.context == pull.sequence.context(first + index, size) for index, block in enumerate(held))
 
     async def _handshake(self, host: str, port: int, engine_id: str) -> None:
         key = (host, port, engine_id)

@@ -1,4 +1,6 @@
-"""The prefill side of a handoff: blocks pinned for a decode worker, their lease, and how they come free.
+"""The giving side of a handoff: blocks pinned for another worker, their lease, and how they come free.
+
+Mostly that is a prefill worker. A decode worker with ``bidirectional_kv_xfer`` pins those of its answer for the next prefill.
 
 A handoff ends once: by a read, by a release, or by the end of its lease. What comes after that gets whatever the blocks hold
 by then, never an error, as with a one-sided memory read. Stricter than real memory in one point: a block whose handoff is over
@@ -31,6 +33,8 @@ class Pinned:
     """A decode worker asked for it: a heartbeat came."""
     reply_lost: bool = field(default=False)
     """The prefill's HTTP reply could not be delivered, so nobody can know of it."""
+    turn: bool = False
+    """They are a decode worker's, of an answer: whether anybody comes for them is up to the client."""
 
 
 class Read(NamedTuple):
@@ -55,6 +59,10 @@ class Handoffs:
     def pin(self, request_id: str, blocks: list[int], now_s: float) -> None:
         """Keep the blocks of a finished prefill; the pool's users are taken over from the request."""
         self.pinned[request_id] = Pinned(request_id, blocks, now_s + self._lease_s)
+
+    def pin_turn(self, request_id: str, blocks: list[int], now_s: float, ttl_s: float) -> None:
+        """Keep those of an answer, for so long and no longer."""
+        self.pinned[request_id] = Pinned(request_id, blocks, now_s + ttl_s, turn=True)
 
     def heartbeat(self, request_ids: Sequence[str], now_s: float) -> None:
         """A decode worker still wants these: two thirds of a lease more from now, never less than there was."""

@@ -45,6 +45,10 @@ class SimOptions:
     enable_prefix_caching: bool = _option(True, "keep blocks for later prompts with the same start")
     kv_lease_duration_s: float = _option(30.0, "how long a finished prefill's blocks wait; wall-clock, whatever the speed")
     kv_load_failure_policy: str = _option("fail", "a pull that fails: fail (500) or recompute (200, slowly)")
+    bidirectional_kv_xfer: bool = _option(
+        False, "keep the blocks of an answer for the next turn, and read such blocks"
+    )
+    decoder_kv_blocks_ttl_s: float = _option(480.0, "how long they are kept; wall-clock, whatever the speed")
     side_channel_timeout_s: float = _option(5.0, "when an unreachable prefill worker counts as gone; wall-clock")
     handshake_s: float = _option(Profile.handshake_s, "the first transfer between two engines takes so much longer")
     mean_answer_tokens: int = _option(256, "where EOS comes on average (from half to three halves of it); 0: never")
@@ -86,6 +90,8 @@ def worker_options(options: SimOptions) -> list[WorkerOptions]:
         hash_seed=os.environ.get("PYTHONHASHSEED", hashing.DEFAULT_SEED),
         lease_s=options.kv_lease_duration_s,
         recompute_on_load_failure=options.kv_load_failure_policy == "recompute",
+        bidirectional=options.bidirectional_kv_xfer,
+        turn_ttl_s=options.decoder_kv_blocks_ttl_s,
         mean_answer_tokens=options.mean_answer_tokens,
         decode_burst_tokens=1 if options.speed > 0 else 16,
     )

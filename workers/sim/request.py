@@ -69,6 +69,8 @@ class Sequence:
     """kv_transfer_params of the reply."""
     preemptions: int = 0
     pull_allowed: bool = True
+    pull_until: int = 0
+    """The tokens of the prompt before this one are pulled."""
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt)
@@ -85,6 +87,14 @@ class Sequence:
     def wants_pull(self) -> bool:
         """Its KV is to come from a prefill worker, and has not yet."""
         return bool(self.pull_allowed and self.kv_params and self.kv_params.get("do_remote_prefill"))
+
+    @property
+    def wants_turn(self) -> bool:
+        """It is a prefill whose beginning is in the blocks of a decode worker, and has not come yet."""
+        params = self.kv_params
+        if not self.pull_allowed or not params or not params.get("do_remote_decode") or not params.get("remote_block_ids"):
+            return False
+        return all(name in params for name in ("remote_engine_id", "remote_request_id", "remote_host", "remote_port"))
 
     @property
     def answered(self) -> int:

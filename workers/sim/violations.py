@@ -13,6 +13,8 @@ ROUTER_KINDS = {
     "unknown_engine": "a handoff names an engine that never was at that address",
     "unknown_request": "a handoff names a request that its engine never pinned blocks for",
     "other_prompt": "a handoff was used for another prompt than it was made for",
+    "other_beginning": "blocks of an answer were read for a prompt that does not begin with exactly their tokens",
+    "turn_stuck": "a prefill was given blocks to read on an engine without bidirectional_kv_xfer, which waits for ever",
     "foreign_blocks": "a handoff names blocks that do not belong to it",
     "incomplete_params": "kv_transfer_params lack a key that vLLM dies or hangs without",
     "streamed_prefill": "a prefill was streamed: its reply carries no handoff and its blocks stay pinned",
@@ -26,6 +28,7 @@ ROUTER_KINDS = {
 ENVIRONMENT_KINDS = {
     "peer_lost": "pinned blocks ran into the end of their lease after a decode worker had asked for them and then gone",
     "reply_lost": "pinned blocks ran into the end of their lease, and the prefill's reply never reached its client",
+    "turn_unused": "blocks of an answer ran into the end of their time: the next turn did not come, or did not use them",
     "engine_gone": "a handoff names an engine that has been restarted since",
 }
 """What a fault can cause under a router that does everything right."""
