@@ -1,0 +1,116 @@
+"""Workloads that the rules of thumb speak of, as questions to `baton plan ratio`. Rules name no SLO, model or GPU: these do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from extproc.plan.candidates import Kind
+from extproc.plan.gpus import gpu
+from extproc.plan.lengths import parse
+from extproc.plan.question import TENSOR_PARALLEL, Question
+from extproc.plan.ratio import Effort
+from extproc.plan.shapes import shape_of
+from extproc.plan.simulate import Slos
+from extproc.plan.workload import Workload
+
+EFFORT = Effort(seeds=5, requests=250, keep=2, finalists=2, screen_resolution=0.06, resolution=0.03)
+SMALL = Effort(seeds=2, requests=30, keep=1, finalists=1, screen_resolution=0.3, resolution=0.2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One question."""
+
+    name: str
+    rule: str
+    """Which of the rules it is about: ``split`` or ``chunked``."""
+    what: str
+    """How it differs from the first one of its rule; empty: it is the first one."""
+    isl: int
+    osl: int
+    gpus: int
+    ttft_s: float
+    itl_s: float = 0.045
+    prefix_share: float = 0.0
+    weight_dtype: str = "fp8"
+    tensor_parallel: tuple[int, ...] = TENSOR_PARALLEL
+    said: str = ""
+    """The ratio of GPUs that the rule names."""
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """What is compared."""
+        return (Kind.NIXL,) if self.rule == "split" else (Kind.CHUNKED, Kind.NIXL)
+
+    @property
+    def question(self) -> Question:
+        """As it is asked."""
+        return Question(
+            shape=shape_of("llama-3.3-70b"),
+            gpu=gpu("h200-sxm"),
+            gpus=self.gpus,
+            workload=Workload(
+                inputs=parse(f"lognormal:mean={self.isl},cv=0.2", self.name),
+                outputs=parse(f"lognormal:mean={self.osl},cv=0.2", self.name),
+                prefix_share=self.prefix_share,
+            ),
+            slos=Slos(self.ttft_s, self.itl_s),
+            weight_dtype=self.weight_dtype,
+            prefill_tp=self.tensor_parallel,
+            decode_tp=self.tensor_parallel,
+        )
+
+    @property
+    def command(self) -> str:
+        """The same by hand."""
+        tensor_parallel = "".join(f" --prefill-tp {size} --decode-tp {size}" for size in self.tensor_parallel)
+        return (
+            f"baton plan ratio --model llama-3.3-70b --weight-dtype {self.weight_dtype} --gpu h200 --gpus {self.gpus} "
+            f"--isl lognormal:mean={self.isl},cv=0.2 --osl lognormal:mean={self.osl},cv=0.2 --ttft-slo {self.ttft_s:g} "
+            f"--itl-slo {self.itl_s:g}{''.join(f' --arrangement {kind.name.lower()}' for kind in self.kinds)}"
+            + (f" --prefix-share {self.prefix_share:g}" if self.prefix_share else "")
+            + (tensor_parallel + " --all-splits" if self.rule == "split" else "")
+        )
+
+
+def _split(
+    name: str, isl: int, osl: int, said: str, what: str = "", itl_ms: float = 45, prefix: float = 0.0, dtype: str = "fp8"
+) -> Case:
+    return Case(
+        name=name,
+        rule="split",
+        what=what,
+        isl=isl,
+        osl=osl,
+        gpus=40,
+        ttft_s=8.0 if dtype == "bf16" else 5.0,
+        itl_s=itl_ms / 1e3,
+        prefix_share=prefix,
+        weight_dtype=dtype,
+        tensor_parallel=(4,),
+        said=said,
+    )
+
+
+CASES = (
+    _split("long-in", 32_768, 400, "3:2"),
+    _split("long-in-bf16", 32_768, 400, "3:2", "BF16 weights, TTFT 8 s", dtype="bf16"),
+    _split("long-in-itl", 32_768, 400, "3:2", "ITL 20 ms", itl_ms=20),
+    _split("long-in-prefix", 32_768, 400, "3:2", "70 % of each prompt shared", prefix=0.7),
+    _split("long-out", 4_096, 8_192, "1:3"),
+    _split("long-out-itl", 4_096, 8_192, "1:3", "ITL 20 ms", itl_ms=20),
+    *(
+        Case(
+            name=f"chunked-{isl // 1024}k-{itl_ms}",
+            rule="chunked",
+            what=f"ITL {itl_ms} ms",
+            isl=isl,
+            osl=500,
+            gpus=8,
+            ttft_s=1 + isl / 8_192,
+            itl_s=itl_ms / 1e3,
+        )
+        for itl_ms in (45, 20)
+        for isl in (2_048, 4_096, 8_192, 16_384, 32_768)
+    ),
+)
