@@ -17,7 +17,7 @@ from extproc.plan.errors import PlanError
 from extproc.plan.links import Link
 from extproc.plan.question import Question
 
-_CHUNKS = (256, 512, 1024, 2048, 4096, 8192, 16384)
+_CHUNKS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _STALLED_SHARE = 0.01
 """A 99th percentile bears so much."""
 
@@ -229,7 +229,7 @@ def _split(
     assume = question.assume
     limits = {
         Part.PREFILL: workers / demand.prefills_s(prefill, assume.step_tokens),
-        **_decode_limits(question, demand, decode, others),
+        **_decode_limits(question, demand, decode, others, assume.max_num_seqs),
         Part.LINK: min(workers / demand.transfers_s(prefill, link), others / demand.transfers_s(decode, link)),
     }
     arrangement = Arrangement(
@@ -277,7 +277,7 @@ def _together(
                 decode_engine=engine,
                 chunked=kind is Kind.CHUNKED,
                 chunk_tokens=step_tokens,
-                max_num_seqs=question.assume.max_num_seqs,
+                max_num_seqs=min(question.assume.max_num_seqs, step_tokens),
             )
             limits = _together_limits(question, demand, engine, workers, step_tokens)
             yield Candidate(kind=kind, arrangement=arrangement, limits=limits, gpus=question.gpus, idle_ttft_s=alone_s)
@@ -285,33 +285,28 @@ def _together(
 
 def _steps(question: Question, demand: Demand, kind: Kind) -> list[int]:
     """Tokens of a step that are worth a try."""
-    least = question.assume.max_num_seqs
     if kind is Kind.COLOCATED:
-        return [max(least, demand.longest_tokens)]
-    return sorted(each for each in {*_CHUNKS, question.assume.step_tokens} if each >= least)
+        return [max(question.assume.max_num_seqs, demand.longest_tokens)]
+    return sorted({*_CHUNKS, question.assume.step_tokens})
 
 
 def _together_limits(question: Question, demand: Demand, engine: Engine, workers: int, step_tokens: int) -> dict[Part, float]:
-    limits = _decode_limits(question, demand, engine, workers)
-    batch = _largest_batch(question, demand, engine)
+    most = min(question.assume.max_num_seqs, step_tokens)
+    limits = _decode_limits(question, demand, engine, workers, most)
+    within = demand.batch_within(engine, question.slos.itl_s, most)
+    batch = max(1, min(within, int(engine.kv_tokens / demand.held_tokens)))
     answer_s = demand.answer_tokens * demand.decode_step_s(engine, batch) / batch
     prefills_s = demand.prefills_s(engine, step_tokens)
     limits[Part.PREFILL] = workers / prefills_s
     limits[Part.WORKERS] = workers / (prefills_s + answer_s)
-    if demand.decode_step_s(engine, batch // 2, min(step_tokens, int(demand.uncached_tokens))) > question.slos.itl_s:
+    if demand.decode_step_s(engine, batch // 4, min(step_tokens, int(demand.uncached_tokens))) > question.slos.itl_s:
         # Prefills that come evenly: each of their steps is one of so many that decode.
         step_s = demand.decode_step_s(engine, batch)
         limits[Part.STALLS] = workers * _STALLED_SHARE / (demand.prefills_steps(step_tokens) * step_s)
     return limits
 
 
-def _largest_batch(question: Question, demand: Demand, engine: Engine) -> int:
-    within = demand.batch_within(engine, question.slos.itl_s, question.assume.max_num_seqs)
-    return max(1, min(within, int(engine.kv_tokens / demand.held_tokens)))
-
-
-def _decode_limits(question: Question, demand: Demand, engine: Engine, workers: int) -> dict[Part, float]:
-    most = question.assume.max_num_seqs
+def _decode_limits(question: Question, demand: Demand, engine: Engine, workers: int, most: int) -> dict[Part, float]:
     within = demand.batch_within(engine, question.slos.itl_s, 16 * most)
     return {
         Part.BANDWIDTH: workers * demand.decodes_per_s(engine, within),

@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from extproc.plan.engines import DECODE_EFFICIENCY, PREFILL_EFFICIENCY, STEP_OVERHEAD_S, TP_EFFICIENCY
 from extproc.plan.errors import PlanError
 
 if TYPE_CHECKING:
@@ -83,10 +84,14 @@ def ratio(
     sensitivity: Annotated[
         bool, typer.Option("--sensitivity", help="Ask again with engines that are faster and slower than assumed.")
     ] = False,
-    prefill_efficiency: Annotated[float, typer.Option(help="Share of the dense peak FLOP/s that is reached.")] = 0.45,
-    decode_efficiency: Annotated[float, typer.Option(help="Share of the memory's bandwidth that is reached.")] = 0.60,
-    tp_efficiency: Annotated[float, typer.Option(help="What is left of both each time TP doubles.")] = 0.95,
-    step_overhead_ms: Annotated[float, typer.Option(help="Of each step: launching, scheduling.")] = 2.0,
+    prefill_efficiency: Annotated[
+        float, typer.Option(help="Share of the dense peak FLOP/s that is reached.")
+    ] = PREFILL_EFFICIENCY,
+    decode_efficiency: Annotated[
+        float, typer.Option(help="Share of the memory's bandwidth that is reached.")
+    ] = DECODE_EFFICIENCY,
+    tp_efficiency: Annotated[float, typer.Option(help="What is left of both each time TP doubles.")] = TP_EFFICIENCY,
+    step_overhead_ms: Annotated[float, typer.Option(help="Of each step: launching, scheduling.")] = STEP_OVERHEAD_S * 1e3,
     max_num_seqs: Annotated[int, typer.Option(help="vLLM's --max-num-seqs.")] = 256,
     chunk_tokens: Annotated[
         int, typer.Option(help="vLLM's --max-num-batched-tokens; chunked prefill is tried with smaller ones, too.")

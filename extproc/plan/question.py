@@ -28,9 +28,7 @@ class Assumptions:
     decode_efficiency: float = engines.DECODE_EFFICIENCY
     """Of the memory bandwidth, at TP 1."""
     tp_efficiency: float = engines.TP_EFFICIENCY
-    """What is left of both each time that TP doubles: all-reduces, of which engines overlap a part. Without overlap a 70B model
-    in BF16 would keep 0.92 at the first doubling: 80 layers x 2 all-reduces of 8,192 x 2 bytes a token at 360 GB/s, against
-    141 GFLOP at 45 % of 989 TFLOP/s."""
+    """What is left of both each time that TP doubles."""
     small_step_tokens: int = 128
     """A step of n prompt tokens takes as long as one of so many more at full efficiency: kernels are less efficient with few
     tokens, and each chunk of a prompt reads the KV of those before it. Agrawal et al. (Sarathi-Serve, OSDI 2024) measured at

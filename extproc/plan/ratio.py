@@ -190,11 +190,13 @@ class _Study:
 
     def _screen(self, found: Candidates) -> dict[Candidate, float]:
         """One seed of the best of each family, then of the splits, or the chunks, beside the best."""
-        families: dict[tuple[int, int], Candidate] = {}
+        starts: dict[tuple[tuple[int, int], bool], Candidate] = {}
         for each in found.able:
-            families.setdefault(each.family, each)
+            # Where a chunk is longer than the ITL SLO allows, arithmetic guesses; one that is not is tried besides.
+            starts.setdefault((each.family, Part.STALLS in each.limits), each)
+        families = list(dict.fromkeys(family for family, _ in starts))[: self._effort.keep if found.kind.apart else None]
         rates: dict[Candidate, float] = {}
-        self._try(list(families.values())[: self._effort.keep], rates)
+        self._try([each for (family, _), each in starts.items() if family in families], rates)
         self._climb(found, rates)
         return rates
 
