@@ -212,6 +212,7 @@ def roofline(
             weight_dtype=weight_dtype,
             kv_dtype=kv_dtype,
             **msgspec.structs.asdict(assumed),
+            step_tokens=chunk_tokens,
             context_tokens=contexts[len(contexts) // 2],
         )
         kv_name = own_dtype(shape.config) if kv_dtype == "auto" else kv_dtype

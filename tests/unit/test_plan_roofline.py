@@ -101,14 +101,14 @@ def test_plan_ratio_computes_with_the_same_engine() -> None:
     shape = shape_of("llama-3.3-70b")
     slos = Slos(ttft_s=2.5, itl_s=0.045)
     workload = Workload(inputs=fixed(4096), outputs=fixed(500))
-    asked = Question(shape=shape, gpu=gpu("h200"), gpus=16, workload=workload, slos=slos).engine(4, "auto", 8192)
+    asked = Question(shape=shape, gpu=gpu("h200"), gpus=16, workload=workload, slos=slos).engine(4, "auto", 8192, 8192)
     code, out, _ = baton("--model", "llama-3.3-70b", "--gpu", "h200", "--tp", "4", "--json")
     shown = json.loads(out)
     assert code == 0
     assert shown["kv_tokens"] == asked.kv_tokens
     for point in shown["points"]:
         again = (
-            prefill(asked, point["context_tokens"])
+            prefill(asked, point["context_tokens"], chunk_tokens=8192)
             if point["what"] == "prefill"
             else decode(asked, point["batch"], point["context_tokens"])
         )
@@ -118,6 +118,12 @@ def test_plan_ratio_computes_with_the_same_engine() -> None:
 def test_what_does_not_fit_into_the_cache_is_said() -> None:
     made = worker()
     assert decode(made, 1, made.kv_tokens).fits and not decode(made, 1, made.kv_tokens + 1).fits
+
+
+def test_small_chunks_make_a_prefill_slower_and_decode_not() -> None:
+    small, large = worker(step_tokens=512), worker()
+    assert prefill(small, 512).time_s - 0.002 == pytest.approx((1 + 128 / 512) * (prefill(large, 512).time_s - 0.002))
+    assert decode(small, 8, 8192).time_s == decode(large, 8, 8192).time_s
 
 
 def test_lower_efficiencies_make_it_slower_by_as_much() -> None:
@@ -173,7 +179,7 @@ def test_a_model_with_windows_is_as_good_as_its_context() -> None:
         (["--model", "llama-3.3-70b", "--prompt", "0"], "tokens: at least 1, not 0"),
         (["--model", "llama-3.3-70b", "--batch", "-1"], "batch: at least 1, not -1"),
         (["--model", "llama-3.3-70b", "--context", "0"], "context tokens: at least 1, not 0"),
-        (["--model", "llama-3.3-70b", "--chunk-tokens", "0"], "chunk tokens: at least 1, not 0"),
+        (["--model", "llama-3.3-70b", "--chunk-tokens", "0"], "tokens of a step: at least 1, not 0"),
         (["--model", "llama-3.3-70b", "--picture", "roofline.pdf"], "ends with .svg or .png"),
         (["--picture", "roofline.svg"], "--picture needs a --model"),
         (["--model", "llama-3.3-70b", "--picture", "/nowhere/at/all/roofline.svg"], "No such file or directory"),
