@@ -262,7 +262,7 @@ class _Worker:
             busy_s=engine.busy_s,
             kv_peak=engine.kv_peak,
             preemptions=engine.preemptions,
-            transferred_bytes=engine.load().transferred_tokens * engine.profile.kv_bytes_a_token,
+            transferred_bytes=engine.load().transferred_tokens * engine.profile.kv_bytes_a_token * engine.profile.kv_copies,
             gaps=engine.gaps or (),
         )
 

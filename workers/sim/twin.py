@@ -442,7 +442,7 @@ class TwinEngine:
         if self._wires is not None:
             self._under_way[sequence.name] = now_s, sequence
             ports = f"{sequence.peer} out", f"{self.name} in"
-            size_bytes = tokens * self.profile.kv_bytes_a_token
+            size_bytes = tokens * self.profile.kv_bytes_a_token * self.profile.kv_copies
             self._wires.begin(self.name, sequence.name, ports, size_bytes, begin_s + self.profile.transfer_overhead_s)
             return
         self._order += 1
@@ -453,7 +453,7 @@ class TwinEngine:
         assert self._wires is not None
         assert self._tier is not None
         self._under_way[sequence.name] = now_s, sequence
-        size_bytes = sequence.load_blocks * self.config.block_tokens * self.profile.kv_bytes_a_token
+        size_bytes = sequence.load_blocks * self.config.block_tokens * self.profile.kv_bytes_a_token * self.profile.kv_copies
         ports = "tier", f"{self.name} load"
         self._wires.begin(self.name, sequence.name, ports, size_bytes, now_s + self._tier.config.overhead_s)
 
