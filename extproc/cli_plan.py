@@ -194,7 +194,7 @@ def roofline(
         shape, each = shape_of(model, parameters=parameters, active_parameters=active_parameters), gpu_of(gpu or "h100-sxm")
         contexts = sorted(context or [1024, 8192, 32768])
         if contexts[0] < 1:
-            raise PlanError(f"context tokens: at least 1, not {contexts[0]}")
+            raise PlanError(f"context tokens: at least 1, not {contexts[0]:,}")
         if tensor_parallel is None:
             tensor_parallel = fewest_gpus(
                 shape, each, weight_dtype=weight_dtype, kv_dtype=kv_dtype, hold_tokens=max(*contexts, *(prompt or [1]))

@@ -13,6 +13,7 @@ from extproc.plan.shapes import config_of, kv_bytes, kv_copies
 from extproc.routing.kv_size import head_dim, kv_heads, layer_shares, own_dtype, positive, text_config
 
 _FOREVER_TOKENS = 1 << 62
+_MOST_TOKENS = 10**12
 
 
 class Handoff(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,8 +62,8 @@ def plan_kv(model: str, *, tokens: Sequence[int], kv_dtypes: Sequence[str], link
     """Sizes and times for each length and format. ``gpus``: of the worker that receives. Raises PlanError."""
     name, config = config_of(model)
     for each in tokens:
-        if each < 1:
-            raise PlanError(f"tokens of a prompt: at least 1, not {each}")
+        if not 1 <= each <= _MOST_TOKENS:
+            raise PlanError(f"tokens of a prompt: at least 1 and at most {_MOST_TOKENS:,}, not {each:,}")
     copies = kv_copies(name, config, gpus)
     formats = [_own_dtype(name, config) if each == "auto" else each for each in kv_dtypes]
     prompts = []

@@ -17,6 +17,8 @@ from extproc.plan.errors import PlanError
 from extproc.plan.gpus import Gpu
 from workers.sim.timing import Profile
 
+_MOST = 10**12
+
 Bound = Literal["compute", "memory"]
 
 _MOST_STEPS = 100_000
@@ -228,5 +230,5 @@ def _point(
 
 def _at_least_one(**given: int) -> None:
     for name, value in given.items():
-        if value < 1:
-            raise PlanError(f"{name.replace('_', ' ')}: at least 1, not {value}")
+        if not 1 <= value <= _MOST:
+            raise PlanError(f"{name.replace('_', ' ')}: at least 1 and at most {_MOST:,}, not {value:,}")

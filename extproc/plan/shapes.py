@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
@@ -148,7 +149,7 @@ def shape_of(name_or_path: str, *, parameters: float | None = None, active_param
     except ValueError as error:
         raise PlanError(f"{name}: {error}") from None
     active = total if active is None else active
-    if not 0 < active <= total or experts.parameters > total:
+    if not (0 < active <= total and experts.parameters <= total and math.isfinite(total)):
         raise PlanError(
             f"{name}: {active:g} active ones of {total:g} parameters, with {experts.parameters:g} in experts, make no sense"
         )

@@ -110,7 +110,7 @@ def test_heads_that_are_shared_out_go_over_the_ports_of_all_gpus() -> None:
 
 def test_a_length_of_no_tokens_is_refused() -> None:
     for tokens in (0, -5):
-        with pytest.raises(PlanError, match=f"at least 1, not {tokens}"):
+        with pytest.raises(PlanError, match=f"at least 1 and at most .*, not {tokens}"):
             plan_kv("llama-3.3-70b", tokens=[8192, tokens], kv_dtypes=["auto"], links=[])
 
 
@@ -140,7 +140,8 @@ def test_json_has_what_the_tables_have() -> None:
     [
         (["--model", "gpt-5"], "the model 'gpt-5' is not known, and there is no such file; known are deepseek-v3"),
         (["--model", "llama-3.3-70b", "--link", "string"], "the link 'string' is not known; known are eth-10"),
-        (["--model", "llama-3.3-70b", "--tokens", "0"], "tokens of a prompt: at least 1, not 0"),
+        (["--model", "llama-3.3-70b", "--tokens", "0"], "tokens of a prompt: at least 1 and at most 1,000,000,000,000, not 0"),
+        (["--model", "llama-3.3-70b", "--tokens", "9" * 399], "not 999,"),
         (["--model", "llama-3.3-70b", "--kv-dtype", "bf17"], "known are auto, fp8*"),
         (["--model", "llama-3.3-70b", "--gpus", "3"], "64 attention heads cannot be shared out to 3 GPUs"),
     ],

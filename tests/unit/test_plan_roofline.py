@@ -137,7 +137,7 @@ def test_sizes_below_one_are_refused() -> None:
     with pytest.raises(PlanError, match="in chunks of 1 are more than 100,000 steps"):
         prefill(worker(), 100_001, chunk_tokens=1)
     for ask in (lambda: prefill(worker(), 0), lambda: decode(worker(), 0, 10), lambda: decode(worker(), 1, 0)):
-        with pytest.raises(PlanError, match="at least 1, not 0"):
+        with pytest.raises(PlanError, match=r"at least 1 and at most 1,000,000,000,000, not 0"):
             ask()
 
 
@@ -176,9 +176,12 @@ def test_a_model_with_windows_is_as_good_as_its_context() -> None:
         (["--gpu", "h1"], "the GPU 'h1' is not known; known are a100-40gb"),
         (["--model", "llama-3.3-70b", "--weight-dtype", "fp3"], "the weight dtype 'fp3' is not known; known are awq"),
         (["--model", "llama-3.3-70b", "--tp", "1"], "use more GPUs a worker or a smaller weight dtype"),
-        (["--model", "llama-3.3-70b", "--prompt", "0"], "tokens: at least 1, not 0"),
-        (["--model", "llama-3.3-70b", "--batch", "-1"], "batch: at least 1, not -1"),
+        (["--model", "llama-3.3-70b", "--prompt", "0"], "tokens: at least 1 and at most 1,000,000,000,000, not 0"),
+        (["--model", "llama-3.3-70b", "--batch", "-1"], "batch: at least 1 and at most 1,000,000,000,000, not -1"),
         (["--model", "llama-3.3-70b", "--context", "0"], "context tokens: at least 1, not 0"),
+        (["--model", "llama-3.3-70b", "--context", "9" * 399, "--tp", "4"], "not 999,"),
+        (["--model", "llama-3.3-70b", "--parameters", "inf"], "make no sense"),
+        (["--model", "llama-3.3-70b", "--prefill-efficiency", "nan"], "prefill efficiency: above 0 and at most 1, not nan"),
         (["--model", "llama-3.3-70b", "--chunk-tokens", "0"], "tokens of a step: at least 1, not 0"),
         (["--model", "llama-3.3-70b", "--picture", "roofline.pdf"], "ends with .svg or .png"),
         (["--picture", "roofline.svg"], "--picture needs a --model"),
