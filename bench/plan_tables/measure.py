@@ -14,8 +14,8 @@ from extproc.plan.simulate import Simulated, Slos, simulate
 from workers.traces import BLOCK_TOKENS, Request
 
 SLOS = Slos(published.TTFT_SLO_S, published.ITL_SLO_S)
-_PRIMING_PER_S = 2.0
-"""Requests a second by which caches are filled; with answers of one token."""
+_PRIMED_A_WORKER_PER_S = 1 / 3
+"""Prefixes a second and worker by which caches are filled first: slowly enough that nothing queues."""
 _SETTLE_S = 10.0
 
 
@@ -98,17 +98,25 @@ def run_at(row: Row, rate_per_s: float, stretch: Stretch, *, seed: int) -> Simul
 
 
 def _primer(row: Row) -> list[Request]:
-    """The shared prefixes, one after the other, before the requests that are counted: caches are warm on a usual day."""
-    workload = row.workload
-    if not workload.prefix_share:
+    """The shared prefixes, one after the other, before the requests that are counted: caches are warm on a usual day.
+
+    Where workers get requests by turns, each prefix comes as often as there are workers, so that each has seen it.
+    """
+    workload, arrangement = row.workload, row.arrangement
+    if not workload.prefix_share or not arrangement.prefix_caching:
         return []
     seen: dict[int, Request] = {}
     for request in workload.requests(1.0, 20.0 * workload.prefix_groups, 0):
         seen.setdefault(request.hash_ids[0], request)
-    primer = []
-    for number, request in enumerate(seen.values()):
+    workers = arrangement.decode if arrangement.colocated else arrangement.prefill
+    times = workers if arrangement.colocated else 1
+    each_s = 1 / (workers * _PRIMED_A_WORKER_PER_S)
+    primer: list[Request] = []
+    for request in seen.values():
         tokens = workload.shared_tokens(request)
-        primer.append(Request(number / _PRIMING_PER_S, tokens, 1, request.hash_ids[: tokens // BLOCK_TOKENS]))
+        for _ in range(times):
+            ids = request.hash_ids[: tokens // BLOCK_TOKENS]
+            primer.append(Request(len(primer) * each_s, tokens, 1, ids))
     return primer
 
 

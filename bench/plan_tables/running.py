@@ -18,7 +18,8 @@ from extproc.plan.goodput_search import Stretch
 
 Say = Callable[[str], None]
 
-_FULL = Stretch(warm_up_s=90, counted_s=60, cool_down_s=10)
+FULL = Stretch(warm_up_s=60, counted_s=60, cool_down_s=10)
+"""Of each run; the shared prefixes come before it."""
 _QUICK = Stretch(warm_up_s=5, counted_s=15, cool_down_s=5)
 _RESOLUTION, _QUICK_RESOLUTION = 0.03, 0.15
 _LOOK_S = 0.2
@@ -47,7 +48,7 @@ def jobs() -> list[Job]:
 def run(*, seed: int, quick: bool, processes: int, say: Say) -> Results:
     """Raises PlanError."""
     began_s = time.monotonic()
-    stretch = _QUICK if quick else _FULL
+    stretch = _QUICK if quick else FULL
     todo = jobs()
     say(f"{len(todo)} searches in {processes} processes, seed {seed}, {stretch.counted_s:g} s of each run counted")
     done: dict[tuple[str, str], Measured] = {}
