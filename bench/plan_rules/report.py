@@ -136,8 +136,7 @@ def draw(cases: Sequence[Case], results: Results, path: Path) -> None:
                 axes[place].plot(
                     share, [each.rate_per_s for each in row.splits], "o-", markersize=4, linewidth=1.2, label=label
                 )
-                ruled = _share(case.said)
-            axes[place].axvline(ruled, color=GREY, linestyle="--", linewidth=1)
+                axes[place].axvline(_share(case.said), color=GREY, linestyle="--", linewidth=1)
             axes[place].set_title("32K in, 400 out" if first == "long-in" else "4K in, 8K out")
             axes[place].set_xlabel("share of the GPUs that prefill (dashed: the rule)")
             axes[place].set_ylabel("highest good rate, requests/s")

@@ -36,6 +36,8 @@ class Effort:
     seeds: int = 5
     requests: int = 400
     """Counted in each run, at the rate of the best bound."""
+    counted_s: float = 30.0
+    """Counted in each run at least, after half as much of warm-up at least."""
     keep: int = 4
     """Pairs of TP sizes that are simulated, of a kind."""
     finalists: int = 3
@@ -49,6 +51,8 @@ class Effort:
         """Raises PlanError."""
         if not 2 <= self.seeds <= 1_000:
             raise PlanError(f"seeds: from 2 (one says nothing of the spread) to 1000, not {self.seeds}")
+        if not self.counted_s > 0:
+            raise PlanError(f"seconds that are counted: more than 0, not {self.counted_s:g}")
         if self.requests < 20 or self.keep < 1 or self.finalists < 1:
             raise PlanError(f"at least 20 requests, not {self.requests}, and 1 candidate of each kind")
 
@@ -139,9 +143,9 @@ def stretch_of(question: Question, demand: Demand, found: Sequence[Candidates], 
     answer_s = min(600.0, demand.answer_tokens * question.slos.itl_s) + question.slos.ttft_s
     rate_per_s = question.rate_per_s or max(each.able[0].bound_per_s for each in found if each.able)
     return Stretch(
-        warm_up_s=max(15.0, answer_s),
-        counted_s=max(30.0, effort.requests / rate_per_s),
-        cool_down_s=max(5.0, answer_s / 2),
+        warm_up_s=max(effort.counted_s / 2, answer_s),
+        counted_s=max(effort.counted_s, effort.requests / rate_per_s),
+        cool_down_s=max(effort.counted_s / 6, answer_s / 2),
     )
 
 

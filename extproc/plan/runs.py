@@ -16,6 +16,8 @@ from extproc.plan.simulate import Quantiles, Simulated, simulate
 from workers.goodput import Outcome, Status
 from workers.traces import Request
 
+_FEWEST = 20
+
 _Task = TypeVar("_Task")
 _Found = TypeVar("_Found")
 
@@ -86,13 +88,15 @@ def search(task: Search) -> Highest:
         ttft_slo_s=question.slos.ttft_s,
         itl_slo_s=question.slos.itl_s,
     )
+    # Of fewer requests there is no share to speak of.
+    lowest_per_s = max(task.candidate.hard_bound_per_s / 100, _FEWEST / task.stretch.counted_s)
     return highest_rate(
         at,
-        guess_per_s=task.guess_per_s,
+        guess_per_s=max(task.guess_per_s, lowest_per_s),
         share=question.share,
         resolution=task.resolution,
         step=task.step,
-        lowest_per_s=task.candidate.hard_bound_per_s / 100,
+        lowest_per_s=lowest_per_s,
     )
 
 

@@ -1,0 +1,357 @@
+"""`baton plan ratio`: confidence, cost, bounds by arithmetic, the search among candidates, the verdict, and what is printed."""
+
+import math
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from extproc.cli import app
+from extproc.plan import confidence, ratio_report
+from extproc.plan.candidates import Candidate, Kind, candidates
+from extproc.plan.confidence import Interval, interval, t_quantile, told_apart
+from extproc.plan.cost import usd_per_million_tokens
+from extproc.plan.demand import Demand, Part, demand_of, prefill_s
+from extproc.plan.errors import PlanError
+from extproc.plan.goodput_search import Stretch
+from extproc.plan.gpus import gpu
+from extproc.plan.lengths import parse
+from extproc.plan.question import Assumptions, Question
+from extproc.plan.ratio import Answer, Best, Effort, Finalist, study
+from extproc.plan.robust import changes
+from extproc.plan.runs import Runner, Search, search
+from extproc.plan.shapes import shape_of
+from extproc.plan.simulate import Slos
+from extproc.plan.verdict import Choice, verdict
+from extproc.plan.workload import Workload
+
+SMALL = Effort(seeds=2, requests=40, counted_s=5.0, keep=2, finalists=2, screen_resolution=0.2, resolution=0.1)
+HERE = Runner(None)
+
+
+def asked(isl: str = "4000", osl: str = "20", **changed) -> Question:
+    workload = Workload(inputs=parse(isl, "isl"), outputs=parse(osl, "osl"), prefix_share=changed.pop("prefix_share", 0.0))
+    given = {"shape": shape_of("llama-3.1-8b"), "gpu": gpu("h100"), "gpus": 4, "slos": Slos(1.0, 0.045), **changed}
+    return Question(workload=workload, **given)
+
+
+def of_kind(question: Question, kind: Kind = Kind.NIXL) -> tuple[Candidate, ...]:
+    return candidates(question, demand_of(question.workload), kind).able
+
+
+# -- how sure --------------------------------------------------------------------------------------------------------------
+
+
+def test_students_t_is_what_the_tables_say():
+    for freedom, value in ((1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (9, 2.262), (30, 2.042), (1_000, 1.962)):
+        assert t_quantile(0.975, freedom) == pytest.approx(value, abs=0.001)
+    assert t_quantile(0.95, 4) == pytest.approx(2.132, abs=0.001)
+    assert t_quantile(0.5, 7) == pytest.approx(0, abs=1e-9)
+    for share, freedom in ((0.4, 3), (1.0, 3), (0.9, 0)):
+        with pytest.raises(PlanError):
+            t_quantile(share, freedom)
+
+
+def test_an_interval_is_the_one_worked_out_by_hand_and_wider_by_the_resolution():
+    # mean 10, standard deviation 1, of the mean 1 / sqrt(3); t of 2 degrees of freedom 4.303
+    found = interval([9.0, 10.0, 11.0])
+    assert (found.mean, found.low, found.high) == pytest.approx(
+        (10, 10 - 4.302653 / math.sqrt(3), 10 + 4.302653 / math.sqrt(3))
+    )
+    assert interval([9.0, 10.0, 11.0], resolution=0.1).high == pytest.approx(found.high * 1.1)
+    assert interval([5.0]) == Interval(5.0, 0.0, math.inf), "one seed says nothing of the spread"
+    assert math.isnan(interval([]).mean)
+
+
+def test_pairs_are_told_apart_though_seeds_differ_more_than_candidates():
+    ones, others = [10.0, 20.0, 30.0, 40.0], [9.0, 18.1, 26.9, 36.0]
+    compared = confidence.ratio(ones, others)
+    assert compared.mean == pytest.approx(1.111, abs=0.005)
+    assert told_apart(compared)
+    assert not told_apart(confidence.ratio(ones, others, resolution=0.2)), "closer than the searches were"
+    assert not told_apart(confidence.ratio([10.0, 9.0, 11.0], [9.5, 10.0, 10.0]))
+    assert confidence.ratio([1.0, 2.0], [0.0, 1.0]).high == math.inf
+    with pytest.raises(PlanError, match="not pairs"):
+        confidence.ratio([1.0], [1.0, 2.0])
+
+
+def test_cost_is_gpu_hours_over_good_tokens():
+    # 16 x 4.5 USD an hour are 0.02 USD a second, for 5,000 tokens
+    assert usd_per_million_tokens(gpus=16, usd_a_gpu_hour=4.5, good_tokens_per_s=5_000) == pytest.approx(4.0)
+    assert usd_per_million_tokens(gpus=16, usd_a_gpu_hour=4.5, good_tokens_per_s=0) == math.inf
+    with pytest.raises(PlanError):
+        usd_per_million_tokens(gpus=1, usd_a_gpu_hour=-1, good_tokens_per_s=1)
+
+
+# -- arithmetic ------------------------------------------------------------------------------------------------------------
+
+
+def test_demand_is_what_one_works_out_by_hand():
+    demand = Demand(((1_000, 1_000, 100), (3_000, 2_000, 300)), 3_300)
+    assert demand.answer_tokens == 200
+    assert demand.uncached_tokens == 1_500
+    # long answers are decoded for longer: (1000 + 50 + 256) x 100 and (3000 + 150 + 256) x 300, over 400
+    assert demand.held_tokens == pytest.approx((1_306 * 100 + 3_406 * 300) / 400)
+    assert demand.prompt_at(0.5) == (1_000, 1_000)
+    assert demand.prompt_at(0.9) == (3_000, 2_000)
+    shared = demand_of(asked("5120", prefix_share=0.5).workload)
+    assert shared.uncached_tokens == 2_560
+
+
+def test_full_steps_of_long_prompts_take_as_long_as_the_engine_says():
+    question = asked("32768")
+    engine = question.engine(1, "auto", 32_768, 8_192)
+    demand = demand_of(question.workload)
+    assert demand.prefills_s(engine, 8_192) == pytest.approx(prefill_s(engine, 32_768, 32_768, 8_192), rel=0.01)
+    half = prefill_s(engine, 32_768, 16_384, 8_192)
+    assert half < prefill_s(engine, 32_768, 32_768, 8_192)
+    assert half > prefill_s(engine, 16_384, 16_384, 8_192), "the half that is cached is attended to"
+
+
+def test_a_larger_batch_within_the_slo_is_not_one_more():
+    question = asked()
+    demand, engine = demand_of(question.workload), question.engine(1, "auto", 4_000)
+    batch = demand.batch_within(engine, 0.02, 1_000)
+    assert 0 < batch < 1_000
+    assert demand.decode_step_s(engine, batch) <= 0.02 < demand.decode_step_s(engine, batch + 1)
+    assert demand.batch_within(engine, 0.001, 1_000) == 0
+
+
+def test_every_split_uses_what_gpus_there_are_and_none_is_beaten_by_one_more_prefill_worker():
+    question = asked(gpus=7)
+    found = of_kind(question)
+    assert {each.family for each in found} == {(p, d) for p in (1, 2, 4) for d in (1, 2, 4) if p + d <= 7}
+    assert len({(each.family, each.place) for each in found}) == len(found)
+    for each in found:
+        assert each.arrangement.gpus + each.idle_gpus == 7
+        assert each.idle_gpus < min(each.prefill_tp, each.decode_tp)
+    assert [each.bound_per_s for each in found] == sorted((each.bound_per_s for each in found), reverse=True)
+
+
+def test_more_prefill_workers_raise_the_prefill_bound_and_lower_those_of_decoding():
+    splits = {each.arrangement.prefill: each.limits for each in of_kind(asked()) if each.family == (1, 1)}
+    assert splits[2][Part.PREFILL] == pytest.approx(2 * splits[1][Part.PREFILL])
+    assert splits[1][Part.KV] == pytest.approx(3 * splits[3][Part.KV])
+    assert splits[1][Part.BANDWIDTH] == pytest.approx(3 * splits[3][Part.BANDWIDTH])
+    slow = {each.arrangement.prefill: each.limits for each in of_kind(asked(), Kind.TCP) if each.family == (1, 1)}
+    assert slow[2][Part.LINK] < splits[2][Part.LINK] / 10
+
+
+def test_the_cache_tier_belongs_to_the_prefill_workers_and_halves_the_kv():
+    plain = {each.arrangement.prefill: each for each in of_kind(asked()) if each.family == (1, 1)}
+    cached = {each.arrangement.prefill: each for each in of_kind(asked(), Kind.NIXL_CACHE_FP8) if each.family == (1, 1)}
+    tier = cached[2].arrangement.shared_cache
+    assert tier is not None
+    assert tier.capacity_tokens == int(2 * 128e9 / 65_536), "Llama 3.1 8B in FP8: 32 layers x 2 x 8 heads x 128"
+    assert plain[2].arrangement.shared_cache is None
+    assert cached[2].limits[Part.KV] > 1.5 * plain[2].limits[Part.KV]
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        (
+            {"slos": Slos(0.01, 0.045)},
+            r"TTFT SLO 0\.01 s: the fastest idle worker \(TP 4\) needs 0\.\d\d s for .* \(4,000 tokens\)",
+        ),
+        (
+            {"slos": Slos(1.0, 0.002)},
+            r"ITL SLO 2 ms: the fastest worker \(TP 4\) takes [\d.]+ ms a token .*16\.1 GB of weights",
+        ),
+    ],
+)
+def test_slos_that_no_worker_can_meet_are_refused_with_the_bound_and_by_how_much(changed, said):
+    with pytest.raises(PlanError, match=said) as caught:
+        study(asked(**changed), effort=SMALL, runner=HERE)
+    assert str(caught.value).count("%) too long") == 5
+    assert len(str(caught.value).splitlines()) == 6, "one line a kind"
+
+
+def test_a_model_that_does_not_fit_is_refused_with_what_each_size_lacks():
+    with pytest.raises(PlanError) as caught:
+        study(asked(shape=shape_of("llama-3.3-70b"), gpu=gpu("l4")), effort=SMALL, runner=HERE)
+    text = str(caught.value)
+    assert "141.1 GB of weights" in text
+    assert "4 x l4 are 81.6 GB" in text
+    assert "TP 8 is more than the 4 GPUs" in text
+    with pytest.raises(PlanError, match=r"does not hold the longest request of 900,020 tokens"):
+        study(asked("900000", gpus=1), effort=SMALL, runner=HERE)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"gpus": 0}, "GPUs: at least 1"),
+        ({"gpus": 5_000}, "GPUs: at most 4096"),
+        ({"slos": Slos(0, 1)}, "TTFT SLO: above 0"),
+        ({"slos": Slos(1, math.nan)}, "ITL SLO: above 0"),
+        ({"share": 1.5}, "share of good requests"),
+        ({"rate_per_s": 0.0}, "rate: more than 0"),
+        ({"enough": -1.0}, "not worth it"),
+        ({"prefill_tp": (0,)}, "TP of prefill workers"),
+        ({"usd_a_gpu_hour": -1.0}, "price of a GPU-hour"),
+    ],
+)
+def test_a_question_that_makes_no_sense_is_refused_with_the_value(changed, said):
+    with pytest.raises(PlanError, match=said):
+        asked(**changed)
+
+
+def test_assumptions_that_make_no_sense_are_refused():
+    for wrong in ({"tp_efficiency": 1.2}, {"max_num_seqs": 0}, {"cache_gb_a_gpu": 0.0}, {"small_step_tokens": -1}):
+        with pytest.raises(PlanError):
+            Assumptions(**wrong)
+    for wrong in ({"seeds": 1}, {"requests": 3}):
+        with pytest.raises(PlanError):
+            Effort(**wrong)
+
+
+# -- simulation ------------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_simulated_stays_below_what_arithmetic_allows():
+    question = asked(gpus=2, prefill_tp=(1,), decode_tp=(1,))
+    (candidate,) = of_kind(question)
+    stretch = Stretch(warm_up_s=3, counted_s=8, cool_down_s=1)
+    task = Search(question=question, candidate=candidate, stretch=stretch, seed=0, guess_per_s=5, resolution=0.1, step=1.4)
+    found = search(task)
+    assert 0.4 * candidate.bound_per_s < found.rate_per_s <= candidate.hard_bound_per_s / question.share
+    assert search(pickle.loads(pickle.dumps(task))) == found, "another process finds the same"
+
+
+def test_long_prompts_want_prefill_workers_and_long_answers_decode_workers():
+    large = {"shape": shape_of("llama-3.3-70b"), "gpu": gpu("h200"), "gpus": 8, "weight_dtype": "fp8"}
+    one_size = {"prefill_tp": (2,), "decode_tp": (2,), "slos": Slos(4.0, 0.025)}
+    splits = {}
+    for name, isl, osl in (("long in", "12000", "4"), ("long out", "1000", "400")):
+        question = asked(isl, osl, **large, **one_size)
+        best = study(question, kinds=(Kind.NIXL,), effort=SMALL, runner=HERE).best[0]
+        assert best.finalist is not None
+        splits[name] = best.finalist.candidate.arrangement.prefill
+    assert splits["long in"] == 3
+    assert splits["long out"] < 3
+
+
+def test_results_do_not_depend_on_how_many_simulations_run_at_once():
+    question = asked("8000", "4", gpus=2)
+    alone = study(question, kinds=(Kind.NIXL,), effort=SMALL, runner=HERE)
+    with ThreadPoolExecutor(3) as threads:
+        together = study(question, kinds=(Kind.NIXL,), effort=SMALL, runner=Runner(threads))
+    assert alone.best == together.best
+    assert alone.simulations == together.simulations
+
+
+def test_at_a_rate_that_was_asked_for_times_and_cost_are_those_of_that_rate():
+    question = asked("8000", "4", gpus=2, rate_per_s=1.0, usd_a_gpu_hour=3.6)
+    best = study(question, kinds=(Kind.NIXL,), effort=SMALL, runner=HERE).best[0]
+    assert best.finalist is not None
+    assert best.finalist.rate_per_s.mean > 2
+    assert {seen.rate_per_s for seen in best.seen} == {1.0}
+    assert all(seen.good == 1.0 for seen in best.seen), "far below the highest"
+    # 2 GPUs x 3.6 USD an hour are 0.002 USD a second, for 4 tokens: 500 USD a million
+    assert best.usd_per_million is not None
+    assert best.usd_per_million.mean == pytest.approx(500, rel=1e-6)
+
+
+# -- the verdict -----------------------------------------------------------------------------------------------------------
+
+
+def answered(chunked: tuple[float, ...] | None, nixl: tuple[float, ...] | None, **changed) -> Answer:
+    """An answer as if candidates had these rates, seed by seed; None: they can do none."""
+    question = asked(**changed)
+
+    def best(kind: Kind, rates: tuple[float, ...] | None) -> Best:
+        if rates is None:
+            return Best(kind=kind, finalist=None, why_none="TTFT SLO 1 s: too long")
+        finalist = Finalist(candidate=of_kind(question, kind)[0], rates_per_s=rates, rate_per_s=interval(rates))
+        return Best(kind=kind, finalist=finalist)
+
+    return Answer(
+        question=question,
+        effort=replace(SMALL, seeds=3, resolution=0.01),
+        stretch=Stretch(warm_up_s=1, counted_s=1, cool_down_s=1),
+        demand=demand_of(question.workload),
+        best=(best(Kind.CHUNKED, chunked), best(Kind.NIXL, nixl)),
+        considered=2,
+        simulations=6,
+    )
+
+
+@pytest.mark.parametrize(
+    ("chunked", "nixl", "choice", "said"),
+    [
+        ((10.0, 11.0, 9.0), (15.0, 16.4, 13.6), Choice.DISAGGREGATE, "Disaggregate: NIXL"),
+        ((10.0, 11.0, 9.0), (10.1, 11.0, 9.0), Choice.TOGETHER, "the two cannot be told apart"),
+        ((10.0, 11.0, 9.0), (10.5, 11.5, 9.45), Choice.TOGETHER, "Chunked prefill is enough"),
+        ((10.0, 11.0, 9.0), (9.0, 14.0, 11.0), Choice.UNSURE, "the 1.10 from which on it would be worth it lies within"),
+        (None, (1.0, 1.0, 1.0), Choice.DISAGGREGATE, "TTFT SLO 1 s: too long"),
+        ((1.0, 1.0, 1.0), (0.0, 0.0, 0.0), Choice.TOGETHER, "NIXL does not keep 90% of the requests within the SLOs"),
+        ((0.0, 0.0, 0.0), (0.0, 0.0, 0.0), Choice.UNSURE, "No arrangement of 4 GPUs"),
+    ],
+)
+def test_whether_to_disaggregate_follows_from_the_gain_and_from_how_sure_it_is(chunked, nixl, choice, said):
+    found = verdict(answered(chunked, nixl))
+    assert found is not None
+    assert found.choice is choice
+    assert said in found.text
+
+
+def test_what_gain_is_worth_it_is_the_askers_to_say():
+    rates = (10.0, 11.0, 9.0), (12.0, 13.2, 10.8)
+    assert verdict(answered(*rates)).choice is Choice.DISAGGREGATE
+    assert verdict(answered(*rates, enough=0.5)).choice is Choice.TOGETHER
+    one_sided = answered(*rates)
+    assert verdict(replace(one_sided, best=one_sided.best[:1])) is None
+
+
+def test_sensitivity_changes_one_efficiency_at_a_time_and_never_beyond_the_peak():
+    found = list(changes(Assumptions(prefill_efficiency=0.5, decode_efficiency=0.9)))
+    assert [(each.prefill_efficiency, each.decode_efficiency) for _, each in found] == [
+        (0.4, 0.9),
+        (0.5, pytest.approx(0.72)),
+        (0.625, 0.9),
+        (0.5, 1.0),
+    ]
+
+
+def test_programs_get_a_document_without_numbers_that_are_none():
+    answer = answered((10.0, 11.0, 9.0), None)
+    document = ratio_report.document(answer, verdict(answer), ())
+    again = msgspec.json.decode(msgspec.json.encode(document))
+    assert again["question"]["gpus"] == 4
+    assert again["arrangements"][0]["rate_per_s"]["mean"] == 10
+    assert again["arrangements"][0]["used"] is None
+    assert again["arrangements"][1]["why_none"] == "TTFT SLO 1 s: too long"
+    assert again["verdict"]["choice"] == "do not disaggregate"
+
+
+# -- the command -----------------------------------------------------------------------------------------------------------
+
+BASE = ("plan", "ratio", "--model", "llama-3.1-8b", "--gpu", "h100", "--gpus", "2", "--processes", "1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "Give --isl and --osl, or --trace"),
+        (("--isl", "100"), "Give --isl and --osl, or --trace"),
+        (("--isl", "wat:1", "--osl", "5"), "--isl: 'wat:1': there is no distribution 'wat'"),
+        (("--isl", "100", "--osl", "0"), "--osl: '0': the length: whole tokens from 1"),
+        (("--trace", "/nowhere.jsonl"), "/nowhere.jsonl: No such file"),
+        (("--trace", "/nowhere.jsonl", "--isl", "5"), "leave out --isl"),
+        (("--isl", "100", "--osl", "5", "--arrangement", "magic"), "the arrangement 'magic' is not known; known are chunked"),
+        (("--isl", "100", "--osl", "5", "--link", "string"), "the link 'string' is not known"),
+        (("--isl", "100", "--osl", "5", "--picture", "a.gif"), "a.gif: the name of a picture ends with .svg"),
+        (("--isl", "100", "--osl", "5", "--processes", "0"), "processes: from 1 to 256"),
+        (("--isl", "100", "--osl", "5", "--seeds", "1"), "seeds: from 2"),
+        (("--isl", "100", "--osl", "5", "--prefix-share", "1.5"), "prefix share: from 0 to 1"),
+    ],
+)
+def test_the_command_says_what_is_wrong_and_fails(arguments, said):
+    found = CliRunner().invoke(app, [*BASE, *arguments])
+    assert found.exit_code == 1
+    assert said in found.stderr
+    assert not found.stdout
