@@ -36,16 +36,13 @@ class Constants:
     """Of the dense peak, of the memory's bandwidth, and what is left of both each time that TP doubles. Not from the published
     table: with these three, this arithmetic comes within 16 % of 60 throughputs that NVIDIA measured (TensorRT-LLM 1.0,
     performance overview)."""
-    small_step_tokens: int = 128
-    """A step of n prompt tokens takes as long as so many more at full efficiency (Sarathi-Serve, OSDI 2024, measured at most
-    25 % for chunks of 512)."""
     prefill: int = 3
     """Prefill workers of the rows that have any; all other GPUs decode. The split that serves most over NIXL."""
     chunk_tokens: int = 512
     """Of the row with chunked prefill: the largest power of two with which a stream can be within the ITL limit."""
     pd_chunk_tokens: int = 8192
     tcp: str = "eth-100"
-    """One port a worker, 10 GB/s: an assumption of :mod:`extproc.plan.links`."""
+    """One port of 100 Gb/s a worker, several connections, as :mod:`extproc.plan.links` has it."""
     nixl: str = "ib-400"
     """One port a GPU, 45 GB/s."""
     prefix_share: float = 0.95
@@ -142,14 +139,14 @@ def rows(constants: Constants) -> list[Row]:
 
 
 def _engine(constants: Constants, kv_dtype: str, step_tokens: int) -> Engine:
-    kept = step_tokens / (step_tokens + constants.small_step_tokens)
     return engine(
         shape_of(constants.model),
         gpu(constants.gpu),
         tensor_parallel=constants.tensor_parallel,
         weight_dtype=constants.weight_dtype,
         kv_dtype=kv_dtype,
-        prefill_efficiency=constants.prefill_efficiency * kept,
+        prefill_efficiency=constants.prefill_efficiency,
         decode_efficiency=constants.decode_efficiency,
         tp_efficiency=constants.tp_efficiency,
+        step_tokens=step_tokens,
     )

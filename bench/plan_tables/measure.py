@@ -76,7 +76,7 @@ def measure(row: Row, stretch: Stretch, *, seed: int, resolution: float, say: Ca
         both=_reading(both, runs),
         ttft_only=_reading(ttft_only, runs),
         simulations=len(runs),
-        cpu_s=time.process_time() - began_s,
+        cpu_s=round(time.process_time() - began_s, 1),
     )
 
 

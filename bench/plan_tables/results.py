@@ -23,11 +23,16 @@ class Results:
     seed: int
     quick: bool
     machine: dict[str, str]
-    wall_s: float
     main: Sequence[Measured]
     """The five rows, in their order."""
     long_chunks: Measured
     nothing_shared: Sequence[Measured]
+
+    @property
+    def cpu_s(self) -> float:
+        """CPU time of all searches."""
+        # The first row of `nothing_shared` is that of `main`.
+        return sum(each.cpu_s for each in (*self.main, self.long_chunks, *self.nothing_shared[1:]))
 
 
 def write(results: Results, path: Path) -> None:

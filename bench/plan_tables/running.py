@@ -47,7 +47,6 @@ def jobs() -> list[Job]:
 
 def run(*, seed: int, quick: bool, processes: int, say: Say) -> Results:
     """Raises PlanError."""
-    began_s = time.monotonic()
     stretch = _QUICK if quick else FULL
     todo = jobs()
     say(f"{len(todo)} searches in {processes} processes, seed {seed}, {stretch.counted_s:g} s of each run counted")
@@ -76,7 +75,6 @@ def run(*, seed: int, quick: bool, processes: int, say: Say) -> Results:
         seed=seed,
         quick=quick,
         machine=machine(),
-        wall_s=round(time.monotonic() - began_s, 1),
         main=[done["main", key] for key in keys],
         long_chunks=done["chunks of 2,048", "chunked"],
         nothing_shared=[done["nothing shared", key] for key in keys],
