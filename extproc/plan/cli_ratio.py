@@ -96,9 +96,6 @@ def ratio(
     chunk_tokens: Annotated[
         int, typer.Option(help="vLLM's --max-num-batched-tokens; chunked prefill is tried with smaller ones, too.")
     ] = 8192,
-    small_step_tokens: Annotated[
-        int, typer.Option(help="A step of n prompt tokens takes as long as n and so many at full efficiency.")
-    ] = 128,
     cache_gb: Annotated[float, typer.Option(help="Host memory for LMCache, a GPU of prefill workers.")] = 128.0,
     processes: Annotated[int | None, typer.Option(help="So many simulations at once.", show_default="one a core")] = None,
     picture: Annotated[Path | None, typer.Option(help="Draw it, too: a file ending with .svg or .png.")] = None,
@@ -141,7 +138,6 @@ def ratio(
                 prefill_efficiency=prefill_efficiency,
                 decode_efficiency=decode_efficiency,
                 tp_efficiency=tp_efficiency,
-                small_step_tokens=small_step_tokens,
                 step_overhead_s=step_overhead_ms / 1e3,
                 max_num_seqs=max_num_seqs,
                 step_tokens=chunk_tokens,

@@ -29,10 +29,6 @@ class Assumptions:
     """Of the memory bandwidth, at TP 1."""
     tp_efficiency: float = engines.TP_EFFICIENCY
     """What is left of both each time that TP doubles."""
-    small_step_tokens: int = 128
-    """A step of n prompt tokens takes as long as one of so many more at full efficiency: kernels are less efficient with few
-    tokens, and each chunk of a prompt reads the KV of those before it. Agrawal et al. (Sarathi-Serve, OSDI 2024) measured at
-    most 25 % more for chunks of 512, and next to nothing for 2,048, on A100; this gives 25 % and 6 %."""
     step_overhead_s: float = engines.STEP_OVERHEAD_S
     memory_utilization: float = engines.MEMORY_UTILIZATION
     max_num_seqs: int = 256
@@ -50,8 +46,6 @@ class Assumptions:
                 raise PlanError(f"{name.replace('_', ' ')}: above 0, not {getattr(self, name):g}")
         if self.tp_efficiency > 1:
             raise PlanError(f"tp efficiency: at most 1, not {self.tp_efficiency:g}")
-        if self.small_step_tokens < 0:
-            raise PlanError(f"small step tokens: 0 or more, not {self.small_step_tokens}")
         if not 1 <= self.max_num_seqs <= self.step_tokens:
             raise PlanError(
                 f"max num seqs: from 1 to the tokens of a step ({self.step_tokens}), not {self.max_num_seqs}: "
@@ -114,20 +108,20 @@ class Question:
     def engine(self, tensor_parallel: int, kv_dtype: str, context_tokens: int, step_tokens: int | None = None) -> Engine:
         """A worker of that many GPUs, for prompts that are typically so long.
 
-        ``step_tokens``: its steps are of so many tokens at most; None: large ones.
+        ``step_tokens``: its steps are of so many tokens at most, and small ones are less efficient; None: large ones.
         Raises PlanError where the model does not fit.
         """
         assume = self.assume
-        kept = 1.0 if step_tokens is None else step_tokens / (step_tokens + assume.small_step_tokens)
         return engines.engine(
             self.shape,
             self.gpu,
             tensor_parallel=tensor_parallel,
             weight_dtype=self.weight_dtype,
             kv_dtype=kv_dtype,
-            prefill_efficiency=assume.prefill_efficiency * kept,
+            prefill_efficiency=assume.prefill_efficiency,
             decode_efficiency=assume.decode_efficiency,
             tp_efficiency=assume.tp_efficiency,
+            step_tokens=step_tokens,
             step_overhead_s=assume.step_overhead_s,
             memory_utilization=assume.memory_utilization,
             link=self.link,

@@ -139,11 +139,11 @@ def study(
 
 
 def stretch_of(question: Question, demand: Demand, found: Sequence[Candidates], effort: Effort) -> Stretch:
-    """How long to simulate: until the slowest answer that is allowed has come and gone, and enough requests with it."""
+    """How long to simulate: until caches are warm, the slowest answer that is allowed is over, and enough requests came."""
     answer_s = min(600.0, demand.answer_tokens * question.slos.itl_s) + question.slos.ttft_s
     rate_per_s = question.rate_per_s or max(each.able[0].bound_per_s for each in found if each.able)
     return Stretch(
-        warm_up_s=max(effort.counted_s / 2, answer_s),
+        warm_up_s=max(effort.counted_s / 2, answer_s, question.workload.warm_requests / rate_per_s),
         counted_s=max(effort.counted_s, effort.requests / rate_per_s),
         cool_down_s=max(effort.counted_s / 6, answer_s / 2),
     )

@@ -11,6 +11,7 @@ from rich.table import Table
 from extproc.plan.candidates import Candidate
 from extproc.plan.confidence import Interval
 from extproc.plan.demand import Part
+from extproc.plan.engines import SMALL_STEP_TOKENS
 from extproc.plan.ratio import Answer, Best
 from extproc.plan.robust import Changed
 from extproc.plan.runs import Seen
@@ -98,6 +99,8 @@ def notes(answer: Answer) -> list[str]:
         if finalist is None:
             lines.append(f"{best.kind.value}: {best.why_none}.")
             continue
+        if not finalist.rate_per_s.mean:
+            lines.append(f"{best.kind.value}: at no rate that was tried {answer.question.share:.0%} of the requests were good.")
         if best.tied:
             tied = ", ".join(candidate.text for candidate in best.tied)
             lines.append(f"{best.kind.value}: {finalist.candidate.text} cannot be told apart from {tied}.")
@@ -111,7 +114,7 @@ def notes(answer: Answer) -> list[str]:
                 "idle workers already."
             )
     for best in answer.best:
-        if best.kind.apart and len(best.screened) > 1:
+        if best.kind.apart and len([rate for _, rate in best.screened if rate]) > 1:
             tried = sorted(best.screened, key=lambda each: -each[1])[:_SPLITS]
             words = ", ".join(f"{candidate.text} {rate:.3g}" for candidate, rate in tried)
             lines.append(f"{best.kind.value}, requests/s of one seed: {words}.")
@@ -124,7 +127,7 @@ def assumptions(answer: Answer) -> str:
     return (
         f"Assumed: prefill at {assume.prefill_efficiency:.0%} of the dense peak, decode at {assume.decode_efficiency:.0%} of "
         f"the memory bandwidth, {assume.tp_efficiency:.0%} of both left each time TP doubles; a step takes "
-        f"{assume.step_overhead_s * 1e3:g} ms and the time of {assume.small_step_tokens} prompt tokens more; "
+        f"{assume.step_overhead_s * 1e3:g} ms and the time of {SMALL_STEP_TOKENS} prompt tokens more; "
         f"{question.link.bytes_a_s / 1e9:.3g} GB/s a port of {question.link.name}, {question.price:g} USD a "
         "GPU-hour. Nothing of it was measured on these GPUs."
     )

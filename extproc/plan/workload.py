@@ -69,6 +69,11 @@ class Workload:
         return requests
 
     @property
+    def warm_requests(self) -> int:
+        """So many must have come before what is shared is in caches: all groups but one in fifty."""
+        return 4 * self.prefix_groups if self.prefix_share else 0
+
+    @property
     def longest_tokens(self) -> int:
         """The longest prompt with the longest answer."""
         return self.inputs.longest + self.outputs.longest
@@ -127,6 +132,11 @@ class TraceWorkload:
         turned = [*scaled[first:], *(replace(each, at_s=each.at_s + span_s) for each in scaled[:first])]
         begin_s = turned[0].at_s
         return [replace(each, at_s=each.at_s - begin_s) for each in turned if each.at_s - begin_s < duration_s]
+
+    @property
+    def warm_requests(self) -> int:
+        """None: what is shared in a trace comes and goes."""
+        return 0
 
     @property
     def longest_tokens(self) -> int:

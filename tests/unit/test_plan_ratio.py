@@ -201,7 +201,7 @@ def test_a_question_that_makes_no_sense_is_refused_with_the_value(changed, said)
 
 
 def test_assumptions_that_make_no_sense_are_refused():
-    for wrong in ({"tp_efficiency": 1.2}, {"max_num_seqs": 0}, {"cache_gb_a_gpu": 0.0}, {"small_step_tokens": -1}):
+    for wrong in ({"tp_efficiency": 1.2}, {"max_num_seqs": 0}, {"cache_gb_a_gpu": 0.0}):
         with pytest.raises(PlanError):
             Assumptions(**wrong)
     for wrong in ({"seeds": 1}, {"requests": 3}):
