@@ -157,8 +157,14 @@ class Prefiller:
             if failure is not None:
                 self._metrics.fallbacks.labels("retry").inc()
             on_pick(endpoint)
+            pair = Pair(endpoint.address, ask.decode, leg_id(ask.request_id))
+            read = self._taken(ask, ticket, pair)
             try:
-                return await self.attempt(ask, ticket, Pair(endpoint.address, ask.decode, leg_id(ask.request_id)), over)
+                return await self.attempt(ask, ticket, pair, over, read)
+            except RelayedError:
+                if read is None:
+                    raise
+                # Perhaps it is what was to be read that is refused. If not, it will say so again.
             except ApiError as error:
                 self._log.warning(
                     "prefill_failed",
@@ -168,20 +174,26 @@ class Prefiller:
                     reason=error.message,
                 )
                 late = self._clock() >= ask.deadline_s - _NO_TIME_S
+                if read is not None and error.code in _ANOTHER_MAY_DO and not late:
+                    continue  # it could not read the turn before: now it computes all of it, or another does
                 if error.code not in _ANOTHER_MAY_DO or len(tried) >= ask.retries or late:
                     raise
                 failure = error.with_traceback(None)  # which refers to this frame
                 tried.append(endpoint.address)
 
-    async def attempt(self, ask: Ask, ticket: Ticket, pair: Pair, over: asyncio.Future[Any] | None = None) -> Prefilled:
-        """One call to one worker, measured, and reported to the ledger. Raises RequestOverError, ApiError, RelayedError."""
+    async def attempt(
+        self, ask: Ask, ticket: Ticket, pair: Pair, over: asyncio.Future[Any] | None = None, read: Read | None = None
+    ) -> Prefilled:
+        """One call to one worker, measured, and reported to the ledger. ``read``: what it is given to read.
+
+        Raises RequestOverError, ApiError, RelayedError.
+        """
         started = self._clock()
         self.in_flight += 1
         outcome = "cancelled"
         code: str | None = None
         blame = False
         handoff: Handoff | None = None
-        read = self._taken(ask, ticket, pair)
         span, context = (None, "") if ask.trace is None else ask.trace.prefill(pair.prefill, pair.request_id)
         try:
             prefilled = await self._call(ask, pair, context, over, read)
@@ -201,10 +213,11 @@ class Prefiller:
             blame = error.code in _ANOTHER_MAY_DO and not isinstance(error, BusyError)
             if error.code == "prefill_timeout":
                 blame = self._had_its_time(self._clock() - started, ticket)
+            blame = blame and read is None  # what it could not read may be the reason
             raise
         finally:
             if read is not None and outcome != "ok":
-                read.failed(blame=outcome == "failed")
+                read.failed(outcome)
             if ask.trace is not None and span is not None:
                 tokens, cached_tokens = (None, None) if handoff is None else (handoff.tokens, handoff.cached_tokens)
                 ask.trace.prefilled(span, code, outcome=outcome, prompt_tokens=tokens, cached_tokens=cached_tokens)
@@ -245,6 +258,8 @@ class Prefiller:
             params, return_token_ids=tokenise_once, prompt_token_ids=None if read is None else read.prompt_token_ids
         )
         timeout_s = min(left_s, self._settings.attempt_timeout_s or left_s)
+        if read is not None:
+            timeout_s = min(timeout_s, read.turns.timeout_s)
         call = self._client.call(pair.prefill, ask.path, body, headers)
         try:
             reply = await _reply(call, timeout_s, over)

@@ -66,6 +66,8 @@ class Settings(_Section, frozen=True, kw_only=True):
     shutdown_timeout_s: int | None = None
     kv_lease_s: int | None = None
     kv_load_failure_policy: LoadFailure | None = None
+    bidirectional_kv_xfer: bool | None = None
+    decoder_kv_blocks_ttl_s: int | None = None
     transfer_config: dict[str, Any] | None = None
     kv_events_port: int | None = None
     """0: no events."""
@@ -80,7 +82,8 @@ class Settings(_Section, frozen=True, kw_only=True):
     extra_args: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("kv_lease_s", "block_size_tokens", "max_num_batched_tokens", "max_num_seqs", "max_model_len_tokens"):
+        sizes = ("block_size_tokens", "max_num_batched_tokens", "max_num_seqs", "max_model_len_tokens")
+        for name in ("kv_lease_s", "decoder_kv_blocks_ttl_s", *sizes):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}: at least 1")

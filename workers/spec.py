@@ -88,6 +88,12 @@ class WorkerSpec:
     that, which gives wrong text, and the first transfer of a pair can take half a minute: longer than its 30 s."""
     kv_load_failure_policy: LoadFailure | None = None
     """What a decode worker does when it cannot pull blocks. None: vLLM's ``fail``."""
+    bidirectional_kv_xfer: bool = False
+    """A decode worker keeps its blocks after an answer, and a prefill worker reads them for the next turn: on both sides or on
+    neither. The filter's ``handoff.next_turn`` uses them; nobody else should be there who does not."""
+    decoder_kv_blocks_ttl_s: int | None = None
+    """How long a decode worker keeps them where nobody reads them. None: vLLM's 480 s. Every answer to a handoff takes its room
+    for so long, streamed ones above all, which nobody can read."""
     transfer_config: dict[str, object] | None = field(default=None)
     """A whole ``--kv-transfer-config`` in place of the one that is made from the other fields."""
     cache_server: str | None = None

@@ -35,19 +35,22 @@ def transfer_config(spec: WorkerSpec) -> dict[str, object]:
     if spec.transfer_config is not None:
         return spec.transfer_config
     role = _KV_ROLE[spec.role]
-    nixl: dict[str, object] = {
-        "kv_connector": "NixlConnector",
-        "kv_role": role,
-        "kv_connector_extra_config": {"kv_lease_duration": spec.kv_lease_s},
-    }
+    own: dict[str, object] = {"kv_lease_duration": spec.kv_lease_s}
+    if spec.bidirectional_kv_xfer:
+        own["bidirectional_kv_xfer"] = True
+        if spec.decoder_kv_blocks_ttl_s is not None:
+            own["decoder_kv_blocks_ttl"] = spec.decoder_kv_blocks_ttl_s
+    nixl: dict[str, object] = {"kv_connector": "NixlConnector", "kv_role": role, "kv_connector_extra_config": own}
     whole = nixl
     if spec.cache_server is not None:
         # Blocks are loaded from the first child that has them. NIXL is first: a decode worker takes what was handed over.
         children = [nixl, connector(spec.cache_server, device=spec.device)]
         whole = {"kv_connector": "MultiConnector", "kv_role": role, "kv_connector_extra_config": {"connectors": children}}
     policy = spec.kv_load_failure_policy
-    if policy is None and spec.cache_server is not None and spec.role == "prefill":
-        policy = "recompute"  # what a cache server that has gone cannot give is computed, which is this worker's work anyway
+    reads = spec.cache_server is not None or spec.bidirectional_kv_xfer
+    if policy is None and reads and spec.role == "prefill":
+        # What a cache server or a decode worker that has gone cannot give is computed, which is this worker's work anyway.
+        policy = "recompute"
     if policy is not None:
         whole["kv_load_failure_policy"] = policy  # vLLM reads it at the top only
     return whole

@@ -33,10 +33,10 @@ class Read(NamedTuple):
         read = cached_tokens is None or cached_tokens >= self.turn.tokens - _SLACK_TOKENS
         self.turns.went_well(self.turn.endpoint.address, self.prefill, read=read)
 
-    def failed(self, *, blame: bool) -> None:
-        """There was no reply that can be used. ``blame``: the worker's fault."""
+    def failed(self, outcome: str) -> None:
+        """There was no reply that can be used: it `failed`, was `refused` or `cancelled`. No other attempt reads."""
         self.ticket.job.next_turn = None
-        self.turns.failed(self.turn.endpoint.address, self.prefill, blame=blame)
+        self.turns.failed(self.turn, self.prefill, outcome)
 
 
 def take(turns: NextTurns, turn: Turn, request: InferenceRequest, ticket: Ticket, prefill: str) -> Read | None:

@@ -17,6 +17,9 @@ class NextTurn(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """The workers' `decoder_kv_blocks_ttl`: a decode worker keeps its blocks for so long."""
     margin_s: float = 10.0
     """So long before that they are no longer used: a prefill may wait, and the engine itself reads nothing in the last 5 s."""
+    timeout_s: float = 10.0
+    """A prefill that reads has so long, of the time that any prefill has; then it is made again without. The first one between
+    two workers takes longer than others."""
     max_conversations: int = 1000
     """Answers whose blocks are remembered; of more, the oldest is given back."""
     max_bytes: int = 64 << 20
@@ -25,7 +28,7 @@ class NextTurn(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 def faults(settings: NextTurn) -> str | None:
     """Why these settings cannot be meant, with the field named; None: they can."""
-    for name in ("ttl_s", "margin_s", "max_conversations", "max_bytes"):
+    for name in ("ttl_s", "margin_s", "timeout_s", "max_conversations", "max_bytes"):
         value = getattr(settings, name)
         if not 0 < value < 1e12:
             return f"{name}: {value:g} is not a positive number"

@@ -35,12 +35,13 @@ _LEFT_ALONE_S, _LEFT_ALONE_MAX_S = 60.0, 3600.0
 class Turn:
     """Blocks that are kept after one answer."""
 
-    __slots__ = ("blocks", "bytes", "chain", "endpoint", "expires_s", "model", "prompt_key", "tokens")
+    __slots__ = ("_prompt_tokens", "blocks", "bytes", "chain", "endpoint", "expires_s", "model", "prompt_key", "tokens")
 
     def __init__(
         self, blocks: KeptBlocks, chain: TokenChain, prompt_tokens: int, model: str, endpoint: Endpoint, expires_s: float
     ) -> None:
         self.blocks = blocks
+        self._prompt_tokens = min(prompt_tokens, chain.tokens)
         self.chain = chain
         """Of exactly the tokens that may be read."""
         self.tokens = chain.tokens
@@ -48,7 +49,7 @@ class Turn:
         self.endpoint = endpoint
         self.expires_s = expires_s
         keys = chain.keys(_KEY_TOKENS)
-        full = min(prompt_tokens, chain.tokens) // _KEY_TOKENS
+        full = self._prompt_tokens // _KEY_TOKENS
         self.prompt_key = keys[full - 1] if full else None
         """Of its prompt alone."""
         self.bytes = _ENTRY_BYTES + 4 * chain.tokens
@@ -62,6 +63,11 @@ class Turn:
     def offer(self) -> Offer:
         """What the decision is told."""
         return Offer(self.endpoint.address, self.tokens)
+
+    def began_like(self, prompt: TokenChain) -> bool:
+        """Whether ``prompt`` begins with the prompt that was answered, whatever it makes of the answer."""
+        count = self._prompt_tokens
+        return prompt.tokens >= count and prompt.token_ids[:count] == self.chain.token_ids[:count]
 
     def continues(self, prompt: TokenChain, model: str) -> bool:
         """Whether ``prompt`` begins with exactly its tokens, for the same model, in the same circumstances."""
@@ -112,6 +118,11 @@ class NextTurns:
         self._left_alone: dict[str, tuple[int, float]] = {}
         """Prefill worker -> failures in a row, and until when it gets nothing to read."""
         self.bytes = 0
+
+    @property
+    def timeout_s(self) -> float:
+        """Of a prefill that reads."""
+        return self._settings.timeout_s
 
     def __len__(self) -> int:
         return len(self._turns)
@@ -203,7 +214,7 @@ class NextTurns:
                     return turn
                 self._drop(turn)
                 self.note(lost)
-            diverged = diverged or key in self._by_prompt
+            diverged = diverged or any(turn.began_like(prompt) for turn in self._by_prompt.get(key, {}).values())
         if diverged:
             self.note("diverged")
         return None
@@ -243,11 +254,13 @@ class NextTurns:
         if read:
             self._back.succeeded(decode, prefill)
 
-    def failed(self, decode: str, prefill: str, *, blame: bool) -> None:
-        """It did not. ``blame``: reading may be the reason. Whether it has read them nobody knows: they are not given back."""
+    def failed(self, turn: Turn, prefill: str, outcome: str) -> None:
+        """It did not: it `failed`, was `refused` or `cancelled`."""
         self.note("failed")
-        if blame:
-            self._back.failed(decode, prefill, self._clock())
+        if outcome == "refused":
+            self._release(turn.blocks.release())  # it was not begun; of the others nobody knows whether they read
+        if outcome == "failed":
+            self._back.failed(turn.endpoint.address, prefill, self._clock())
             failures = self._left_alone.get(prefill, (0, 0.0))[0] + 1
             alone_s = min(_LEFT_ALONE_S * 2.0 ** (failures - 1), _LEFT_ALONE_MAX_S)
             self._left_alone[prefill] = (failures, self._clock() + alone_s)

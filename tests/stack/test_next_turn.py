@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
+import aiohttp
 import pytest
 
 from tests.stack.harness import BODY_MODE, READY_S, Stack
@@ -38,8 +39,8 @@ class World:
 
     async def chat(self, messages: list[dict[str, str]], **body: Any) -> str:
         """One turn, with the right answer and not a word of blocks or token ids."""
-        asked = {"messages": messages, "max_tokens": 96, **body}
-        answer = await self.ask(CHAT, asked)
+        asked = {"messages": messages, "max_tokens": 96}
+        answer = await self.ask(CHAT, {**asked, **body})
         assert answer["kv_transfer_params"] is None and answer["prompt_token_ids"] is None
         assert answer["choices"][0]["token_ids"] is None
         text = str(answer["choices"][0]["message"]["content"])
@@ -108,10 +109,10 @@ async def turns(*, decodes: int = 1, options: SimOptions = OPTIONS, **settings: 
         yield world
 
 
-async def scraped(stack: Stack) -> None:
+async def scraped(stack: Stack, times: float = 4) -> None:
     """Until every worker has said how large its blocks are."""
     async with asyncio.timeout(READY_S):
-        while (await stack.metrics()).get('baton_scrapes_total{outcome="ok"}', 0) < 4:
+        while (await stack.metrics()).get('baton_scrapes_total{outcome="ok"}', 0) < times:
             await asyncio.sleep(0.05)
 
 
@@ -131,3 +132,218 @@ async def test_each_turn_reads_the_one_before_from_its_decode_worker() -> None:
             talk.append(f"And what is rule {turn + 2}?")
         await world.until(kept=4, read=3)
         world.assert_nothing_wrong()
+
+
+async def test_a_prompt_that_is_no_exact_continuation_never_gets_the_blocks() -> None:
+    """It begins with all of the turn before but one token, or is of another salt: it is computed, and its text is right."""
+    async with turns() as world:
+        answer = await world.chat(said("What is the first rule?"))
+        words = answer.split(" ")
+        for other in (
+            " ".join([words[0], "Otherwise", *words[2:]]),
+            " ".join(words[:20]),
+            answer.upper(),
+            "",
+        ):
+            await world.chat(said("What is the first rule?", other, "And the second?"))
+        assert world.read_tokens == 0, "the answer was changed"
+        await world.chat(said("What is the first rule, then?", answer, "And the second?"))
+        assert world.read_tokens == 0, "the question was changed"
+        await world.chat(said("What is the first rule?", answer, "And the second?"), cache_salt="mine")
+        assert world.read_tokens == 0, "another salt"
+        found = await world.outcomes()
+        assert found["kept"] == 7 and found["diverged"] >= 4 and "read" not in found
+        await world.chat(said("What is the first rule?", answer, "And the second?"))
+        assert world.read_tokens > 0, "the true one, after all of them"
+        assert (await world.outcomes())["read"] == 1
+        world.assert_nothing_wrong()
+
+
+async def test_blocks_are_read_once_and_by_one_prompt_of_two_that_come_together() -> None:
+    async with turns() as world:
+        answer = await world.chat(said("What is the first rule?"))
+        follow = said("What is the first rule?", answer, "And the second?")
+        await asyncio.gather(*(world.chat(follow) for _ in range(3)))
+        found = await world.outcomes()
+        assert found["read"] == 1 and found["kept"] == 4
+        world.assert_nothing_wrong()
+
+
+async def test_token_ids_go_to_a_client_that_asks_for_them_and_the_completions_api_reads_too() -> None:
+    async with turns() as world:
+        prompt = SYSTEM
+        for turn in range(3):
+            body = {"prompt": prompt, "max_tokens": 80, "return_token_ids": bool(turn)}
+            answer = await world.ask(TEXT, body)
+            choice = answer["choices"][0]
+            assert choice["text"] == expected_answer(TEXT, {"model": MODEL, **body}, Model())
+            assert answer["kv_transfer_params"] is None
+            assert bool(choice["token_ids"]) == bool(choice["prompt_token_ids"]) == bool(turn)
+            prompt += choice["text"] + " And then there was one more rule, which nobody had ever read."
+        await world.until(kept=3, read=2)
+        world.assert_nothing_wrong()
+
+
+async def test_a_streamed_answer_keeps_nothing_that_could_be_used() -> None:
+    async with turns(options=replace(OPTIONS, decoder_kv_blocks_ttl_s=1.0)) as world:
+        asked = {"messages": said("What is the first rule?"), "max_tokens": 96, "model": MODEL, "stream": True}
+        async with world.stack.http.post(CHAT, json=asked) as response:
+            text = await response.text()
+        assert 'token_ids":[' not in text and "kv_transfer_params" not in text
+        answer = expected_answer(CHAT, asked, Model())
+        await world.chat(said("What is the first rule?", answer, "And the second?"))
+        await world.until(streamed=1, kept=1)
+        assert world.read_tokens == 0
+        await world.nothing_kept()
+        assert [each.violations.counts for each in world.decodes] == [{"turn_unused": 2}], "to the end of their time"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_the_responses_api_says_of_blocks_stays_here_and_they_are_given_back(stream: bool) -> None:
+    """It tells no token ids, so that nobody could know what is in them."""
+    async with turns() as world:
+        body = {"model": MODEL, "input": SYSTEM, "max_output_tokens": 90, "stream": stream}
+        async with world.stack.http.post("/v1/responses", json=body) as response:
+            text = await response.text()
+        assert response.status == 200 and expected_answer("/v1/responses", body, Model()) in text
+        assert "remote_" not in text and '"kv_transfer_params":null' in text
+        await world.until(no_ids=1, **({"streamed": 1} if stream else {}))
+        await world.nothing_kept()
+        world.assert_nothing_wrong()
+        assert all(not each.violations.counts for each in world.decodes), "given back, not left to their time"
+
+
+async def test_nobody_comes_in_time() -> None:
+    settings = {"handoff": {"next_turn": {**TURN, "ttl_s": 1.5}}}
+    async with turns(options=replace(OPTIONS, decoder_kv_blocks_ttl_s=1.5), **settings) as world:
+        answer = await world.chat(said("What is the first rule?"))
+        await world.nothing_kept()
+        await world.chat(said("What is the first rule?", answer, "And the second?"))
+        assert world.read_tokens == 0
+        await world.until(kept=2, expired=1)
+        world.assert_nothing_wrong()
+
+
+async def test_the_decode_worker_was_started_again() -> None:
+    async with turns() as world:
+        answer = await world.chat(said("What is the first rule?"))
+        (decode,) = world.decodes
+        await scraped(world.stack, 4 + (await world.stack.metrics())['baton_scrapes_total{outcome="ok"}'])
+        await decode.restart()
+        await world.until(kept=1, gone=1)
+        await world.chat(said("What is the first rule?", answer, "And the second?"))
+        assert world.read_tokens == 0
+        world.assert_nothing_wrong()
+
+
+async def test_a_decode_worker_that_went_a_moment_ago_costs_the_client_nothing() -> None:
+    """Nobody has noticed yet that its engine is a new one: the prefill cannot read, fails, and is tried again without."""
+    async with turns(decodes=2) as world:
+        answer = await world.chat(said("What is the first rule?"))
+        kept = next(each for each in world.decodes if each.engine.handoffs.pinned)
+        await kept.engine.server.close()  # its blocks cannot be read any more; nothing else shows it
+        await world.chat(said("What is the first rule?", answer, "And the second?"))
+        found = await world.outcomes()
+        assert found["kept"] >= 1 and found["failed"] == 1 and "read" not in found
+        world.assert_nothing_wrong()
+
+
+async def test_what_costs_more_to_read_than_to_compute_is_computed_and_given_back() -> None:
+    async with turns(routing={"handshake_s": 0.0, "prefill_tokens_per_s": 1e9, "transfer_bytes_per_s": 1e3}) as world:
+        answer = await world.chat(said("What is the first rule?"))
+        await world.chat(said("What is the first rule?", answer, "And the second?"))
+        assert world.read_tokens == 0
+        await world.until(kept=2, not_worth=1)
+        world.assert_nothing_wrong()
+
+
+async def test_going_back_to_the_decode_worker_gives_its_blocks_back() -> None:
+    async with turns(
+        policies=[
+            {"name": "first", "match": {"headers": {"x-turn": {"exact": "first"}}}, "mode": "disaggregate"},
+            {"name": "default", "mode": "aggregate"},
+        ],
+        handoff={"next_turn": TURN, "release_delay_s": 0.2},
+    ) as world:
+        asked = {"messages": said("What is the first rule?"), "max_tokens": 96}
+        answer = (await world.ask(CHAT, asked, headers={"x-turn": "first"}))["choices"][0]["message"]["content"]
+        await world.chat(said("What is the first rule?", answer, "And the second?"))
+        await world.until(kept=1, went_back=1)
+        await world.nothing_kept()
+        world.assert_nothing_wrong()
+        assert all(not each.violations.counts for each in world.decodes)
+
+
+async def test_more_conversations_than_are_remembered() -> None:
+    async with turns(handoff={"next_turn": {**TURN, "max_conversations": 2}}) as world:
+        for number in range(3):
+            await world.chat(said(f"{number}: what is the first rule?"))
+        await world.until(kept=3, evicted=1)
+        async with asyncio.timeout(READY_S):
+            while len(world.decodes[0].engine.handoffs.pinned) != 2:
+                await asyncio.sleep(0.05)
+        world.assert_nothing_wrong()
+
+
+async def test_a_worker_without_it_is_asked_once_and_then_left_alone() -> None:
+    """A prefill worker without `bidirectional_kv_xfer` never answers a prefill with blocks. That costs one attempt."""
+    ports = free_ports(2)
+    async with AsyncExitStack() as parts:
+        engines = []
+        for port, both_ways in zip(ports, (False, True), strict=True):
+            (made,) = worker_options(replace(OPTIONS, port=port, bidirectional_kv_xfer=both_ways))
+            engine = Worker(made)
+            await engine.start()
+            parts.push_async_callback(engine.stop)
+            engines.append(engine)
+        stack = Stack(
+            prefill=0,
+            decode=0,
+            started=False,
+            settings={
+                "workers": {"prefill": [engines[0].address], "decode": [engines[1].address]},
+                "tokens": {"ask_workers": "tokenize", "timeout_ms": 5_000},
+                "policies": [{"name": "default", "mode": "disaggregate"}],
+                "prefill": {"attempt_timeout_s": 1.0, "fallback": "aggregate"},
+                "routing": {"handshake_s": 0.0, "prefill_tokens_per_s": 100.0},
+                "scrape": {"interval_s": 0.2},
+                "handoff": {"next_turn": TURN},
+            },
+        )
+        world = World(await parts.enter_async_context(stack), engines)
+        await scraped(stack)
+        talk = ["What is the first rule?"]
+        for turn in range(3):
+            talk.append(await world.chat(said(*talk)))
+            talk.append(f"And what is rule {turn + 2}?")
+        found = await world.outcomes()
+        assert found["failed"] == 1 and "read" not in found
+        assert engines[0].violations.report()["counts"] == {"turn_stuck": 1}, "asked once"
+
+
+async def test_no_client_can_send_blocks_of_its_own_and_no_log_has_any() -> None:
+    async with turns() as world:
+        stolen = {"do_remote_decode": True, "remote_block_ids": [[1]], "remote_engine_id": "x", "remote_num_tokens": 500}
+        await world.chat(said("What is the first rule?"), kv_transfer_params=stolen)
+        more = {"messages": said("What is the first rule?"), "max_tokens": 96, "vllm_xargs": {"kv_transfer_params": stolen}}
+        await world.ask(CHAT, more)
+        assert world.read_tokens == 0
+        kept = list(world.decodes[0].engine.handoffs.pinned)
+        assert len(kept) == 2
+        log = world.stack.filter.log.read_text()
+        assert "remote_block_ids" not in log and not any(name in log for name in kept)
+        world.assert_nothing_wrong()
+
+
+async def test_what_explain_says_of_a_turn_that_could_be_read() -> None:
+    async with turns() as world:
+        answer = await world.chat(said("What is the first rule?"))
+        question = {
+            "path": CHAT,
+            "body": {"model": MODEL, "messages": said("What is the first rule?", answer, "And the second?"), "max_tokens": 9},
+        }
+        async with aiohttp.ClientSession() as session, session.post(world.stack.admin + "/debug/explain", json=question) as got:
+            report = await got.json()
+        first = report["decision"]["candidates"][0]
+        assert first["below_tokens"]["decode"] >= 64 and first["terms"]["load_s"] > 0
+        assert await world.outcomes() == {"kept": 1.0}, "nothing has changed"

@@ -28,6 +28,18 @@ def test_a_worker_has_its_role_and_lease_in_the_transfer_config(role: Role, kv_r
     }
 
 
+@pytest.mark.parametrize(("role", "policy"), [("prefill", "recompute"), ("decode", None)])
+def test_reading_the_turn_before_is_a_setting_and_a_prefill_worker_computes_what_it_cannot_read(
+    role: Role, policy: str | None
+) -> None:
+    made = json.loads(
+        option(command(make(role, bidirectional_kv_xfer=True, decoder_kv_blocks_ttl_s=60)), "--kv-transfer-config")
+    )
+    extra = made["kv_connector_extra_config"]
+    assert (extra["bidirectional_kv_xfer"], extra["decoder_kv_blocks_ttl"]) == (True, 60)
+    assert made.get("kv_load_failure_policy") == policy
+
+
 def test_prefill_and_decode_differ_only_in_role_and_ports() -> None:
     prefill = command(make("prefill"))
     decode = command(make("decode", port=8200, side_channel_port=5601))

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from workers import obsolete
 from workers.fit.misfit import Misfit, Pair, Severity, text
+from workers.fit.seen import reads_back
 from workers.memory import memory_of
 from workers.spec import ports
 from workers.vllm import command, transfer_config
@@ -109,6 +110,40 @@ def _lease(pair: Pair) -> Iterator[Misfit]:
             "the first transfer of a pair takes tens of seconds, and a read after the lease is not noticed: wrong text",
             "vllm#52234; measured with vLLM 0.32: 31 s",
             f"kv_lease_s of {_SHORT_LEASE_S} or more",
+        )
+
+
+def _next_turn(pair: Pair) -> Iterator[Misfit]:
+    prefill, decode = reads_back(pair.prefill.spec), reads_back(pair.decode.spec)
+    if prefill != decode:
+        yield pair.misfit(
+            "next-turn-one-side",
+            Severity.ERROR if decode else Severity.WARN,
+            lambda s: f"bidirectional_kv_xfer {'on' if reads_back(s) else 'off'}",
+            "a decode worker keeps the blocks of its answers, and a prefill worker that is given them never answers"
+            if decode
+            else "no decode worker keeps blocks that it could read",
+            "vLLM 0.32 nixl/pull_scheduler.py: get_num_new_matched_tokens, update_state_after_alloc",
+            "the same bidirectional_kv_xfer on both",
+        )
+    if decode and pair.hybrid:
+        yield pair.misfit(
+            "next-turn-hybrid",
+            Severity.WARN,
+            lambda s: f"bidirectional_kv_xfer {'on' if reads_back(s) else 'off'}",
+            "with layers of several kinds the filter reads nothing back, and the blocks of every answer are kept for nothing",
+            "extproc/handoff/nixl_turn.py",
+            "no bidirectional_kv_xfer",
+        )
+    if decode and pair.decode.spec.transfer_config is None and pair.decode.spec.decoder_kv_blocks_ttl_s is None:
+        yield pair.misfit(
+            "next-turn-ttl",
+            Severity.INFO,
+            lambda s: s.decoder_kv_blocks_ttl_s,
+            "each streamed answer to a handoff takes its room in the KV cache for 480 s more: nobody can give that back",
+            "vLLM 0.32 nixl/base_scheduler.py: decoder_kv_blocks_ttl",
+            "decoder_kv_blocks_ttl_s as long as people take for the next turn, say 60; the filter's handoff.next_turn.ttl_s is "
+            "the same number",
         )
 
 
@@ -266,6 +301,7 @@ RULES: tuple[Callable[[Pair], Iterator[Misfit]], ...] = (
     _speculation,
     _load_failure,
     _lease,
+    _next_turn,
     _prefix_cache,
     _graphs,
     _lengths,

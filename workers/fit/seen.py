@@ -34,6 +34,15 @@ def mode(spec: WorkerSpec) -> str:
     return "pull" if {"NixlConnector", "NixlPullConnector"}.intersection(names) else "none"
 
 
+def reads_back(spec: WorkerSpec) -> bool:
+    """Whether its NIXL connector has ``bidirectional_kv_xfer``."""
+    config = transfer_config(spec)
+    extra: Any = config.get("kv_connector_extra_config") or {}
+    children = extra.get("connectors") if config.get("kv_connector") == "MultiConnector" else None
+    known = [(each.get("kv_connector_extra_config") or {}) for each in children] if children else [extra]
+    return any(bool(each.get("bidirectional_kv_xfer")) for each in known)
+
+
 def hashed_draft(spec: WorkerSpec) -> dict[str, Any] | None:
     """What of the speculative configuration is compared: that of methods with hidden states of the model."""
     draft = spec.speculative

@@ -31,9 +31,12 @@ def command(spec: WorkerSpec) -> Command:
         ("--kv-events-port", spec.kv_events_port),
         ("--kv-events-replay-port", spec.kv_events_replay_port),
         ("--kv-events-topic", spec.kv_events_topic or None),
+        ("--decoder-kv-blocks-ttl-s", spec.decoder_kv_blocks_ttl_s),
     ):
         if value is not None:
             argv += [flag, str(value)]
+    if spec.bidirectional_kv_xfer:
+        argv += ["--bidirectional-kv-xfer"]
     argv += ssl_flags(spec)
     if spec.prefix_caching is False:
         argv += ["--no-enable-prefix-caching"]
