@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from extproc.plan.arrangement import Arrangement, SharedCache
-from extproc.plan.demand import Demand, Part, moved_bytes, prefill_s
+from extproc.plan.demand import Demand, Part, moved_bytes, prefill_s, rate_within_wait
 from extproc.plan.engines import Engine
 from extproc.plan.errors import PlanError
 from extproc.plan.links import Link
@@ -53,6 +53,8 @@ class Candidate:
     """Those that are paid for, idle ones included."""
     idle_ttft_s: float
     """On idle workers, for the prompt that the stated share of all do not exceed."""
+    unhurried_per_s: float
+    """At which the stated share of the requests would not wait too long, by an approximation."""
 
     @property
     def prefill_tp(self) -> int:
@@ -68,6 +70,11 @@ class Candidate:
     def bound_per_s(self) -> float:
         """The first limit."""
         return min(self.limits.values())
+
+    @property
+    def expected_per_s(self) -> float:
+        """What is to be expected; candidates are tried in this order."""
+        return min(self.bound_per_s, self.unhurried_per_s)
 
     @property
     def hard_bound_per_s(self) -> float:
@@ -101,7 +108,7 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidates:
-    """Of one kind: those that can do at all, best bound first, or why there are none."""
+    """Of one kind: those that can do at all, the most promising first, or why there are none."""
 
     kind: Kind
     able: tuple[Candidate, ...]
@@ -117,7 +124,7 @@ def candidates(question: Question, demand: Demand, kind: Kind) -> Candidates:
     found = list(
         _apart(question, demand, kind, fitting, faults) if kind.apart else _together(question, demand, kind, fitting, faults)
     )
-    found.sort(key=lambda each: (-each.bound_per_s, each.family, each.place))
+    found.sort(key=lambda each: (-each.expected_per_s, each.family, each.place))
     return Candidates(kind=kind, able=tuple(found), why_none="" if found else faults.nearest())
 
 
@@ -243,7 +250,14 @@ def _split(
         max_num_seqs=assume.max_num_seqs,
         shared_cache=_cache(question, prefill, workers) if kind is Kind.NIXL_CACHE_FP8 else None,
     )
-    return Candidate(kind=kind, arrangement=arrangement, limits=limits, gpus=question.gpus, idle_ttft_s=idle_ttft_s)
+    return Candidate(
+        kind=kind,
+        arrangement=arrangement,
+        limits=limits,
+        gpus=question.gpus,
+        idle_ttft_s=idle_ttft_s,
+        unhurried_per_s=_unhurried(question, workers, workers / limits[Part.PREFILL], idle_ttft_s),
+    )
 
 
 def _cache(question: Question, prefill: Engine, workers: int) -> SharedCache:
@@ -280,7 +294,18 @@ def _together(
                 max_num_seqs=min(question.assume.max_num_seqs, step_tokens),
             )
             limits = _together_limits(question, demand, engine, workers, step_tokens)
-            yield Candidate(kind=kind, arrangement=arrangement, limits=limits, gpus=question.gpus, idle_ttft_s=alone_s)
+            yield Candidate(
+                kind=kind,
+                arrangement=arrangement,
+                limits=limits,
+                gpus=question.gpus,
+                idle_ttft_s=alone_s,
+                unhurried_per_s=_unhurried(question, workers, workers / limits[Part.WORKERS], alone_s),
+            )
+
+
+def _unhurried(question: Question, workers: int, service_s: float, idle_ttft_s: float) -> float:
+    return rate_within_wait(workers, service_s, question.slos.ttft_s - idle_ttft_s, max(0.001, 1 - question.share))
 
 
 def _steps(question: Question, demand: Demand, kind: Kind) -> list[int]:

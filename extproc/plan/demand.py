@@ -117,6 +117,25 @@ class Demand:
         return math.fsum(what(*each) for each in self.typical) / len(self.typical)
 
 
+def rate_within_wait(servers: int, service_s: float, slack_s: float, late: float) -> float:
+    """Requests a second at which not more than ``late`` of them wait longer than ``slack_s`` for one of the servers.
+
+    Poisson arrivals. Erlang's C for how many wait at all (A. K. Erlang, 1917), and for how long with half the mean of
+    exponential service times, since these are nearly constant: a common approximation, for the order of candidates only.
+    """
+    low, high = 0.0, servers / service_s
+    for _ in range(40):
+        rate = (low + high) / 2
+        load = rate * service_s
+        blocked = 1.0  # Erlang's B, by its recursion
+        for number in range(1, servers + 1):
+            blocked = load * blocked / (number + load * blocked)
+        waiting = blocked / (1 - load / servers * (1 - blocked))
+        beyond = waiting * math.exp(-2 * (servers - load) * slack_s / service_s)
+        low, high = (rate, high) if beyond <= late else (low, rate)
+    return low
+
+
 def moved_bytes(engine: Engine) -> float:
     """Bytes that a token of a handoff is on the link: each of the receiver's GPUs gets its own copy of what it shares."""
     return engine.profile.kv_bytes_a_token * engine.profile.kv_copies

@@ -35,7 +35,7 @@ class Effort:
 
     seeds: int = 5
     requests: int = 400
-    """Counted in each run, at the rate of the best bound."""
+    """Counted in each run, at the rate that is to be expected of the best."""
     counted_s: float = 30.0
     """Counted in each run at least, after half as much of warm-up at least."""
     keep: int = 4
@@ -141,7 +141,7 @@ def study(
 def stretch_of(question: Question, demand: Demand, found: Sequence[Candidates], effort: Effort) -> Stretch:
     """How long to simulate: until caches are warm, the slowest answer that is allowed is over, and enough requests came."""
     answer_s = min(600.0, demand.answer_tokens * question.slos.itl_s) + question.slos.ttft_s
-    rate_per_s = question.rate_per_s or max(each.able[0].bound_per_s for each in found if each.able)
+    rate_per_s = question.rate_per_s or max(each.able[0].expected_per_s for each in found if each.able)
     return Stretch(
         warm_up_s=max(effort.counted_s / 2, answer_s, question.workload.warm_requests / rate_per_s),
         counted_s=max(effort.counted_s, effort.requests / rate_per_s),
@@ -230,20 +230,20 @@ class _Study:
             candidate = next(done)
             self._progress(f"{candidate.kind.value}: {candidate.text} (one seed)")
 
-        tasks = [self._search(each, 0, min(each.bound_per_s, each.hard_bound_per_s) * 0.7, screen=True) for each in new]
+        tasks = [self._search(each, 0, each.expected_per_s * 0.8, screen=True) for each in new]
         for candidate, found in zip(new, self._runner.all(search, tasks, one_done), strict=True):
             self.simulations += len(found.tried)
             rates[candidate] = found.rate_per_s
 
     def _finalists(self, screened: dict[Candidate, float]) -> list[Finalist]:
-        ordered = sorted(screened, key=lambda each: (-screened[each], -each.bound_per_s))
+        ordered = sorted(screened, key=lambda each: (-screened[each], -each.expected_per_s))
         best_per_s = screened[ordered[0]]
         chosen = [each for each in ordered if screened[each] >= _CLOSE * best_per_s][: self._effort.finalists]
         if not best_per_s:
             chosen = ordered[:1]
         seeds = range(self._effort.seeds)
         tasks = [
-            self._search(each, seed, screened[each] or each.bound_per_s * 0.1, screen=False)
+            self._search(each, seed, screened[each] or each.expected_per_s * 0.1, screen=False)
             for each in chosen
             for seed in seeds
         ]

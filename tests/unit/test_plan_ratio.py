@@ -14,7 +14,7 @@ from extproc.plan import confidence, ratio_report
 from extproc.plan.candidates import Candidate, Kind, candidates
 from extproc.plan.confidence import Interval, interval, t_quantile, told_apart
 from extproc.plan.cost import usd_per_million_tokens
-from extproc.plan.demand import Demand, Part, demand_of, prefill_s
+from extproc.plan.demand import Demand, Part, demand_of, prefill_s, rate_within_wait
 from extproc.plan.errors import PlanError
 from extproc.plan.goodput_search import Stretch
 from extproc.plan.gpus import gpu
@@ -120,6 +120,15 @@ def test_a_larger_batch_within_the_slo_is_not_one_more():
     assert demand.batch_within(engine, 0.001, 1_000) == 0
 
 
+def test_waiting_is_what_queueing_theory_says():
+    # One server, exponential waits of half the mean: load x exp(-2 (1 - load) slack / service) is the share that waits longer.
+    rate = rate_within_wait(1, 2.0, 3.0, 0.1)
+    load = rate * 2.0
+    assert load * math.exp(-2 * (1 - load) * 3.0 / 2.0) == pytest.approx(0.1)
+    assert rate_within_wait(8, 2.0, 3.0, 0.1) > 8 * rate, "servers that share a queue help each other out"
+    assert rate_within_wait(4, 2.0, 300.0, 0.1) == pytest.approx(2.0, rel=0.01), "who may wait for ever can fill them"
+
+
 def test_every_split_uses_what_gpus_there_are_and_none_is_beaten_by_one_more_prefill_worker():
     question = asked(gpus=7)
     found = of_kind(question)
@@ -128,7 +137,7 @@ def test_every_split_uses_what_gpus_there_are_and_none_is_beaten_by_one_more_pre
     for each in found:
         assert each.arrangement.gpus + each.idle_gpus == 7
         assert each.idle_gpus < min(each.prefill_tp, each.decode_tp)
-    assert [each.bound_per_s for each in found] == sorted((each.bound_per_s for each in found), reverse=True)
+    assert [each.expected_per_s for each in found] == sorted((each.expected_per_s for each in found), reverse=True)
 
 
 def test_more_prefill_workers_raise_the_prefill_bound_and_lower_those_of_decoding():
