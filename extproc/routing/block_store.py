@@ -1,8 +1,10 @@
-"""Blocks of one size, and who holds each in which tier, as bit masks; found by the engine's hash and by our own key. Pure.
+"""Blocks of one size, and who holds each in which tier, as bit masks. Pure.
 
-All tables are cut into shards by the low bits of what they are looked up by: a dict that grows is copied in one go, and one
-with millions of entries would stop the process for a tenth of a second. What must go over everything (:meth:`Store.tidy`) goes
-shard by shard for the same reason.
+Each holder finds a block by what its engine calls it, in a table of its own: engines store and remove blocks in about the same
+order, so what is looked for next lies beside what was looked for last, and is in the processor's cache. Who holds a block is
+found by our own key of it, in tables that all share. These are cut into shards by the low bits of the key: a dict that grows is
+copied in one go, and one with millions of entries would stop the process for a tenth of a second. What must go over everything
+(:meth:`Store.tidy`) goes piece by piece for the same reason.
 """
 
 from __future__ import annotations
@@ -13,23 +15,38 @@ from itertools import islice
 
 from extproc.routing.token_chain import KEY_MASK
 
-SHARDS = 4096
+SHARDS = 256
 LOW = SHARDS - 1
 TIERS = 4
 
-_OLD_SHARE = 16
-"""Where there is no room left, the oldest of so many parts of a shard goes."""
+_OLD_BLOCKS = 64
+"""Where there is no room left, so many of the oldest go."""
+
+_TIDIED = 2000
+"""So many names are taken out, or blocks looked at, at a time."""
 
 _Shards = list[dict[int, int]]
 
 
+class Holder:
+    """One that holds blocks. Its number is the lowest that is free."""
+
+    __slots__ = ("bit", "names", "number", "store")
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.number = store.join(self)
+        self.bit = 1 << self.number
+        """Its bit in the masks. It is always this object: most masks are no more than that."""
+        self.names: dict[int, int] = {}
+        """What its engine calls a block -> own key, what was stored last at the end."""
+
+
 class Store:
-    """Blocks of ``block_tokens`` tokens. A holder is a number, whose bit is set in the mask of what it holds."""
+    """Blocks of ``block_tokens`` tokens."""
 
     def __init__(self, block_tokens: int) -> None:
         self.block_tokens = block_tokens
-        self.names: _Shards = [{} for _ in range(SHARDS)]
-        """Engine hash -> own key, what was stored last at the end."""
         self.masks: list[_Shards] = [[{} for _ in range(SHARDS)] for _ in range(TIERS)]
         """For each tier: own key -> who holds it there. May have bits of numbers that are given back, see :attr:`alive`."""
         self.alive = 0
@@ -41,130 +58,154 @@ class Store:
         self.repeats: dict[int, dict[int, int]] = {}
         """Number -> own key and tier -> how many more blocks of equal content it has there than one: each goes by itself."""
         self.blocks = 0
-        """Blocks that have a name."""
+        """Different blocks in the masks, in whatever tiers."""
+        self.names = 0
+        """Names of blocks: each holder has its own."""
+        self._used: set[int] = set()
+        """Tiers that anything was ever stored in."""
+        self._holders: dict[int, Holder] = {}
+        self._left: list[dict[int, int]] = []
+        """Names of holders that are gone."""
         self._dead = 0
+        """Numbers that are given back, and whose bits may still be in the masks."""
         self._sweeping = 0
+        """Those of them that are being taken out."""
         self._cursor = 0
+        """The shard that is at, of all tiers."""
+        self._rest: list[int] = []
+        """Keys of it that are still to be looked at."""
 
     # -- holders -----------------------------------------------------------------------------------------------------------
 
-    def new_number(self) -> int:
-        """A number for a new holder, the lowest that is free."""
+    def join(self, holder: Holder) -> int:
+        """A number for a new holder."""
         taken = self.alive | self._dead
         number = (~taken & (taken + 1)).bit_length() - 1
         self.alive |= 1 << number
+        self._holders[number] = holder
         return number
 
-    def give_back(self, number: int) -> None:
-        """The holder holds nothing any more, and its number is nobody's. What it held is taken out by :meth:`tidy`."""
-        bit = 1 << number
-        self.alive &= ~bit
-        self._dead |= bit
+    def leave(self, holder: Holder) -> None:
+        """It holds nothing any more, and its number is nobody's. What it held is taken out by :meth:`tidy`."""
+        number = holder.number
+        self.alive &= ~holder.bit
+        self._dead |= holder.bit
+        del self._holders[number]
         for tier, counts in enumerate(self.counts):
             self.totals[tier] -= counts.pop(number, 0)
         self.repeats.pop(number, None)
+        self._left.append(holder.names)
 
     @property
     def untidy(self) -> bool:
         """Whether :meth:`tidy` has work."""
-        return bool(self._dead)
+        return bool(self._dead or self._left)
 
     def tidy(self) -> None:
-        """Take what nobody holds any more out of one shard: below a millisecond. Call it until nothing is :attr:`untidy`."""
-        if not self._dead:
-            return
-        if not self._cursor:
+        """Take some of what nobody holds any more out: below a millisecond. Call it until nothing is :attr:`untidy`."""
+        if self._left:
+            self._tidy_names(self._left[-1])
+        elif self._dead:
+            self._tidy_masks()
+
+    def _tidy_names(self, names: dict[int, int]) -> None:
+        for _ in range(min(_TIDIED, len(names))):
+            names.popitem()
+            self.names -= 1
+        if not names:
+            self._left.pop()
+
+    def _tidy_masks(self) -> None:
+        rest = self._rest
+        if not self._cursor and not rest:
             self._sweeping = self._dead
-        place = self._cursor % SHARDS
-        if self._cursor < SHARDS:
-            keep = ~self._sweeping
-            for masks in self.masks:
-                shard = masks[place]
-                for key, mask in list(shard.items()):
-                    if mask & self._sweeping:
-                        if mask & keep:
-                            shard[key] = mask & keep
-                        else:
-                            del shard[key]
-        else:
-            names, used = self.names[place], [each for tier, each in enumerate(self.masks) if self.totals[tier]]
-            for name, key in list(names.items()):
-                at = key & LOW
-                for masks in used:
-                    if key in masks[at]:
-                        break
-                else:
-                    del names[name]
-                    self.blocks -= 1
-        self._cursor += 1
-        if self._cursor == 2 * SHARDS:
+        tier, place = divmod(self._cursor, SHARDS)
+        dead, shard = self._sweeping, self.masks[tier][place]
+        if not rest:
+            rest += shard
+        for key in rest[-_TIDIED:]:
+            mask = shard.get(key, 0)
+            if mask & dead:
+                self._set(shard, key, mask & ~dead, tier)
+        del rest[-_TIDIED:]
+        if not rest:
+            self._cursor += 1
+        if self._cursor == TIERS * SHARDS:
             self._cursor = 0
-            self._dead &= ~self._sweeping
+            self._dead &= ~dead
 
     # -- blocks ------------------------------------------------------------------------------------------------------------
 
-    def name(self, engine_hash: int, key: int) -> None:
-        """The engine calls the block so."""
-        shard = self.names[engine_hash & LOW]
-        if engine_hash not in shard:
-            self.blocks += 1
-        shard[engine_hash] = key
+    def key_of(self, name: int) -> int | None:
+        """Our own key of a block by the name that some holder has for it; None: nobody has. All of them are asked."""
+        return next((key for each in self._holders.values() if (key := each.names.get(name)) is not None), None)
 
-    def add(self, engine_hash: int, key: int, number: int, bit: int, tier: int) -> None:
-        """The holder has stored the block: it counts as stored last. ``bit`` is that of ``number``, and always the same object:
-        most masks are no more than that.
-        """
-        shard = self.masks[tier][key & LOW]
+    def others(self, tier: int) -> list[_Shards]:
+        """The masks of other tiers, as far as they may have any."""
+        self._used.add(tier)
+        return [self.masks[other] for other in self._used if other != tier]
+
+    def add(self, holder: Holder, name: int, key: int, tier: int) -> None:
+        """The holder has stored a block, and calls it so: it counts as stored last."""
+        names, shard, bit = holder.names, self.masks[tier][key & LOW], holder.bit
         mask = shard.get(key)
         if mask is None:
             shard[key] = bit
+            self.blocks += not any(key in each[key & LOW] for each in self.others(tier))
         elif mask & bit:
-            repeats = self.repeats.setdefault(number, {})
+            repeats = self.repeats.setdefault(holder.number, {})
             again = key * TIERS + tier
             repeats[again] = repeats.get(again, 0) + 1
+            self.names += name not in names
+            names[name] = key
             return
         else:
             shard[key] = mask | bit
-            names = self.names[engine_hash & LOW]
-            if names.pop(engine_hash, None) is not None:
-                names[engine_hash] = key
-        self.counts[tier][number] += 1
+        self.names += names.pop(name, None) is None
+        names[name] = key
+        self.counts[tier][holder.number] += 1
         self.totals[tier] += 1
 
-    def remove(self, hashes: Iterable[int | bytes], number: int, tier: int) -> int:
+    def remove(self, holder: Holder, hashes: Iterable[int | bytes], tier: int) -> int:
         """The holder has one block less of each of these contents. How many it was not known to hold."""
-        names, masks, bit = self.names, self.masks[tier], 1 << number
-        repeats, alive, totals = self.repeats.get(number), self.alive, self.totals
-        elsewhere = [each for other, each in enumerate(self.masks) if other != tier and totals[other]]
-        unknown = gone = 0
+        names, masks, bit, alive, mask_, low = holder.names, self.masks[tier], holder.bit, self.alive, KEY_MASK, LOW
+        repeats, others = self.repeats.get(holder.number), self.others(tier)
+        unknown = gone = nameless = forgotten = 0
         for told in hashes:
-            name = (told if type(told) is int else engine_hash(told)) & KEY_MASK
-            shard = names[name & LOW]
-            key = shard.get(name)
+            name = (told if type(told) is int else engine_hash(told)) & mask_
+            key = names.get(name)
             if key is None:
                 unknown += 1
                 continue
             if repeats and self._one_less(repeats, key * TIERS + tier):
                 continue
-            place = key & LOW
-            holders = masks[place]
-            mask = holders.get(key, 0)
-            if not mask & bit:
+            place = key & low
+            shard = masks[place]
+            mask = shard.pop(key, 0)
+            elsewhere = [each[place][key] for each in others if key in each[place]] if others else None
+            if mask == bit:  # mostly nobody else holds it
+                gone += 1
+                forgotten += not elsewhere
+            elif not mask & bit:
                 unknown += 1
+                if mask:
+                    shard[key] = mask
+            else:
+                gone += 1
+                rest = (mask ^ bit) & alive
+                if rest:
+                    shard[key] = rest
+                else:
+                    forgotten += not elsewhere
+            if elsewhere and any(each & bit for each in elsewhere):
                 continue
-            mask = (mask ^ bit) & alive
-            gone += 1
-            if mask:
-                holders[key] = mask
-                continue
-            del holders[key]
-            if elsewhere and any(key in each[place] for each in elsewhere):
-                continue
-            del shard[name]
-            self.blocks -= 1
+            del names[name]
+            nameless += 1
+        self.names -= nameless
+        self.blocks -= forgotten
         if gone:
-            self.counts[tier][number] -= gone
-            totals[tier] -= gone
+            self.counts[tier][holder.number] -= gone
+            self.totals[tier] -= gone
         return unknown
 
     @staticmethod
@@ -181,7 +222,6 @@ class Store:
         found = 0
         for tier, counts in enumerate(self.counts):
             if counts[number] and self._unset(key, number, tier):
-                self._once(key, number, tier)
                 found += 1
         return found
 
@@ -189,21 +229,15 @@ class Store:
         """Whether it does."""
         return bool(self.masks[tier][key & LOW].get(key, 0) & 1 << number)
 
-    def make_room(self, engine_hash: int) -> int:
-        """Forget the oldest blocks of the shard that this one belongs to, or the next one that has any, whoever holds them: how
-        many entries went.
-        """
-        gone, start = 0, engine_hash & LOW
-        names = next((each for at in range(SHARDS) if (each := self.names[(start + at) & LOW])), {})
-        for name in list(islice(names, max(1, len(names) // _OLD_SHARE))):
-            key = names.pop(name)
-            self.blocks -= 1
-            for tier, masks in enumerate(self.masks):
-                mask = masks[key & LOW].pop(key, 0) & self.alive
-                for number in bits(mask):
-                    self._once(key, number, tier)
-                    self._count_down(number, tier)
-                    gone += 1
+    def make_room(self) -> int:
+        """Who has most blocks loses the oldest of them: how many entries went."""
+        holder = max(self._holders.values(), key=_names, default=None)
+        if holder is None:
+            return 0
+        gone, names = 0, holder.names
+        for name in list(islice(names, _OLD_BLOCKS)):
+            gone += self.forget(names.pop(name), holder.number)
+            self.names -= 1
         return gone
 
     def _unset(self, key: int, number: int, tier: int) -> bool:
@@ -211,22 +245,28 @@ class Store:
         mask = shard.get(key, 0)
         if not mask & bit:
             return False
-        mask &= self.alive & ~bit
-        if mask:
-            shard[key] = mask
-        else:
-            del shard[key]
-        self._count_down(number, tier)
-        return True
-
-    def _count_down(self, number: int, tier: int) -> None:
+        self._set(shard, key, mask & self.alive & ~bit, tier)
         self.counts[tier][number] -= 1
         self.totals[tier] -= 1
+        self._once(key, number, tier)
+        return True
+
+    def _set(self, shard: dict[int, int], key: int, mask: int, tier: int) -> None:
+        """Who holds a block that somebody held, in the shard of a tier."""
+        if mask:
+            shard[key] = mask
+            return
+        del shard[key]
+        self.blocks -= not any(key in each[key & LOW] for each in self.others(tier))
 
     def _once(self, key: int, number: int, tier: int) -> None:
         repeats = self.repeats.get(number)
         if repeats:
             repeats.pop(key * TIERS + tier, None)
+
+
+def _names(holder: Holder) -> int:
+    return len(holder.names)
 
 
 def bits(mask: int) -> Iterator[int]:

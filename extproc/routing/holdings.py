@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import enum
 from array import array
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
-import xxhash
-
-from extproc.routing.block_store import LOW, TIERS, Store, bits, engine_hash
-from extproc.routing.token_chain import KEY_MASK, TOKEN_BYTES, TokenChain, extra_bytes, seed_of
+from extproc.routing.block_store import LOW, TIERS, Holder, Store, bits
+from extproc.routing.stored_blocks import Seen, Stored, StoredBlocks, entering
+from extproc.routing.token_chain import TokenChain, seed_of
 
 BLOCK_BYTES = 190
 """What a block takes, whoever holds it: measured with bench.kv_events."""
@@ -68,83 +67,14 @@ class Held(NamedTuple):
         return self.gpu + self.cpu + self.disk + self.lmcache
 
 
-class Seen:
-    """What came in events and does not stand in the holdings, counted since the start."""
-
-    __slots__ = ("corrected", "orphans", "other_groups", "unknown_removed")
-
-    def __init__(self) -> None:
-        self.orphans = 0
-        """Blocks stored behind one that is not known: nobody knows which prompt they belong to."""
-        self.unknown_removed = 0
-        """Blocks removed that were not known to be there."""
-        self.other_groups = 0
-        """Blocks of groups that do not decide, and of other sizes than their group's."""
-        self.corrected = 0
-        """Blocks forgotten because the engine did not find them."""
-
-
-class _Holder:
+class _Holder(Holder):
     """One cache group of one engine, in the store of its block size."""
 
-    __slots__ = ("bit", "group", "number", "source", "store")
+    __slots__ = ("group", "source")
 
     def __init__(self, source: Source, group: int, store: Store) -> None:
-        self.source, self.group, self.store = source, group, store
-        self.number = store.new_number()
-        self.bit = 1 << self.number
-
-
-class StoredBlocks(Protocol):
-    """An event: consecutive blocks were stored. The fields are vLLM's (distributed/kv_events.py)."""
-
-    @property
-    def block_hashes(self) -> Sequence[int | bytes]:
-        """The engine's hashes."""
-
-    @property
-    def parent_block_hash(self) -> int | bytes | None:
-        """That of the block before them; None: they begin a prompt."""
-
-    @property
-    def token_ids(self) -> Sequence[int]:
-        """Of all of them, or none."""
-
-    @property
-    def block_size(self) -> int:
-        """Tokens of a block; 0 where there are no token ids."""
-
-    @property
-    def lora_id(self) -> int | None:
-        """The adapter's number."""
-
-    @property
-    def lora_name(self) -> str | None:
-        """Its name, which old versions did not send."""
-
-    @property
-    def extra_keys(self) -> Sequence[Sequence[Any] | None] | None:
-        """Of each block, what its hash covers beside its tokens."""
-
-    @property
-    def group_idx(self) -> int | None:
-        """The cache group."""
-
-    @property
-    def kv_cache_spec_kind(self) -> str | None:
-        """And its kind."""
-
-
-class _Stored(NamedTuple):
-    block_hashes: Sequence[int | bytes]
-    parent_block_hash: int | bytes | None
-    token_ids: Sequence[int]
-    block_size: int
-    lora_name: str | None
-    extra_keys: Sequence[Sequence[Any] | None] | None
-    group_idx: int | None
-    kv_cache_spec_kind: str | None
-    lora_id: int | None = None
+        super().__init__(store)
+        self.source, self.group = source, group
 
 
 class Source:
@@ -164,7 +94,7 @@ class Source:
         self,
         hashes: Sequence[int | bytes],
         parent: int | bytes | None,
-        token_ids: Sequence[int],
+        token_ids: list[int],
         block_tokens: int,
         lora: str | None = None,
         extra_keys: Sequence[Sequence[Any] | None] | None = None,
@@ -173,89 +103,14 @@ class Source:
         kind: str | None = None,
     ) -> None:
         """Consecutive blocks entered a tier; ``parent`` is the engine's hash of the block before them, None: they begin a
-        prompt. See :meth:`stored_all`.
+        prompt. See :meth:`entering`.
         """
-        self.stored_all((_Stored(hashes, parent, token_ids, block_tokens, lora, extra_keys, group, kind),), tier)
+        for _ in self.entering((Stored(hashes, parent, token_ids, block_tokens, lora, extra_keys, group, kind),), tier):
+            pass
 
-    def stored_all(self, events: Iterable[StoredBlocks], tier: int) -> None:
-        """Blocks entered a tier. One whose hash is known needs no tokens: offloading connectors send none.
-
-        Raises OverflowError and TypeError for token ids that are none. This and :meth:`removed` are what an event costs, so
-        what is the same for most events is looked up once.
-        """
-        owner, seen = self._owner, self._owner.seen
-        last_group: int | None = -2
-        last_tokens, last_kind = 0, ""
-        holder: _Holder | None = None
-        digest, mask_, room = xxhash.xxh3_64_intdigest, KEY_MASK, owner.max_blocks - owner.blocks
-        named = fresh = 0
-        try:
-            for event in events:
-                hashes, block_tokens, kind = event.block_hashes, event.block_size, event.kv_cache_spec_kind
-                if event.group_idx != last_group or block_tokens != last_tokens or kind != last_kind:
-                    self._count(holder, tier, named, fresh)
-                    named = fresh = 0
-                    last_group, last_tokens, last_kind = event.group_idx, block_tokens, kind or ""
-                    holder = self._holder_for(last_group or 0, kind, block_tokens)
-                    if holder is not None:
-                        store, number, bit = holder.store, holder.number, holder.bit
-                        names, masks, size = store.names, store.masks[tier], store.block_tokens * TOKEN_BYTES
-                    room = owner.max_blocks - owner.blocks
-                if holder is None:
-                    seen.other_groups += len(hashes)
-                    continue
-                parent = event.parent_block_hash
-                before: int | None
-                if parent is None:
-                    before = owner.seed(_adapter(event))
-                else:
-                    above = (parent if type(parent) is int else engine_hash(parent)) & mask_
-                    before = names[above & LOW].get(above)
-                data: array[int] | memoryview | None = None
-                for place, told in enumerate(hashes):
-                    name = (told if type(told) is int else engine_hash(told)) & mask_
-                    shard = names[name & LOW]
-                    key = shard.get(name)
-                    if key is not None:
-                        store.add(name, key, number, bit, tier)
-                        before = key
-                        continue
-                    if data is None:
-                        data = _tokens(event, store.block_tokens)
-                    if before is None or not data:
-                        seen.orphans += 1
-                        before = None
-                        continue
-                    block = data if len(hashes) == 1 else data[place * size : (place + 1) * size]
-                    extras = event.extra_keys
-                    if extras and place < len(extras) and extras[place]:
-                        more = _extras(extras[place] or (), _adapter(event))
-                        before = key = digest(b"".join((block, more)), before) & mask_
-                    else:
-                        before = key = digest(block, before) & mask_
-                    if named >= room:
-                        self._count(holder, tier, named, fresh)
-                        named = fresh = 0
-                        owner.make_room(name)
-                        room = max(1, owner.max_blocks - owner.blocks)
-                    shard[name] = key
-                    named += 1
-                    holders = masks[key & LOW]
-                    if key in holders:
-                        store.add(name, key, number, bit, tier)
-                    else:
-                        holders[key] = bit
-                        fresh += 1
-        finally:
-            self._count(holder, tier, named, fresh)
-
-    def _count(self, holder: _Holder | None, tier: int, named: int, fresh: int) -> None:
-        """So many blocks have got names, and so many are held that nobody held before."""
-        if holder is not None and (named or fresh):
-            holder.store.blocks += named
-            self._owner.blocks += named
-            holder.store.counts[tier][holder.number] += fresh
-            holder.store.totals[tier] += fresh
+    def entering(self, events: Iterable[StoredBlocks], tier: int) -> Iterator[int]:
+        """Enter what events say into a tier, with stops for breath; see :func:`entering`."""
+        return entering(self._owner, self._holder_for, events, tier)
 
     def removed(self, hashes: Iterable[int | bytes], tier: int = 0, group: int = 0) -> None:
         """Blocks left a tier."""
@@ -267,10 +122,7 @@ class Source:
             else:
                 seen.unknown_removed += sum(1 for _ in hashes)
             return
-        store = holder.store
-        before = store.blocks
-        seen.unknown_removed += store.remove(hashes, holder.number, tier)
-        self._owner.blocks += store.blocks - before
+        seen.unknown_removed += holder.store.remove(holder, hashes, tier)
 
     def cleared(self) -> None:
         """It holds nothing: it was started anew or its cache was emptied. From now on all that it holds is known."""
@@ -334,14 +186,12 @@ class Holdings:
     """What all endpoints hold. Lookups and changes are from one thread, and neither waits for anything."""
 
     def __init__(self, max_blocks: int) -> None:
-        """``max_blocks``: so many different blocks are kept, at 190 bytes each; then those stored least recently go. Raises
-        ValueError below 1.
+        """``max_blocks``: so many different blocks are kept, at 190 bytes each; who has most of them then loses those that it
+        stored least recently. One that several hold takes half as much again for each. Raises ValueError below 1.
         """
         if max_blocks < 1:
             raise ValueError(f"max_blocks must be at least 1, not {max_blocks}")
         self.max_blocks = max_blocks
-        self.blocks = 0
-        """Different blocks; one that many hold counts once."""
         self.evictions = 0
         """Entries (one for each block, holder and tier) that had to go for newer ones, ever."""
         self.seen = Seen()
@@ -414,9 +264,14 @@ class Holdings:
         return max(sizes, default=None)
 
     @property
+    def blocks(self) -> int:
+        """Different blocks; one that many hold counts once."""
+        return sum([store.blocks for store in self._stores.values()])
+
+    @property
     def bytes(self) -> int:
         """What all of it takes, by measurement of a block."""
-        return self.blocks * BLOCK_BYTES
+        return self._entries() * BLOCK_BYTES // 2
 
     @property
     def max_bytes(self) -> int:
@@ -470,11 +325,8 @@ class Holdings:
         for key in chain.keys(block_tokens)[: max(0, tokens) // block_tokens]:
             if store.holds(key, holder.number, tier.number):
                 continue
-            if self.blocks >= self.max_blocks:
-                self.make_room(key)
-            store.name(key, key)
-            store.add(key, key, holder.number, holder.bit, tier.number)
-            self.count()
+            self.room()
+            store.add(holder, key, key, tier.number)
 
     def correct(self, address: str, chain: TokenChain, tokens: int) -> int:
         """The engine found only the first ``tokens`` of a chain: forget the rest of it there. How many blocks went."""
@@ -518,7 +370,6 @@ class Holdings:
                 store.tidy()
                 if not store.untidy and not store.alive and not store.blocks:
                     del self._stores[size]
-                self.count()
                 return
 
     # -- for Source --------------------------------------------------------------------------------------------------------
@@ -550,67 +401,34 @@ class Holdings:
         source._others.clear()
         return gone
 
-    def make_room(self, engine_hash: int) -> None:
-        """For a new block: some of the oldest go, of the size of which there are most."""
-        self.evictions += max(self._stores.values(), key=_blocks).make_room(engine_hash)
-        self.count()
+    def room(self) -> int:
+        """For so many new blocks there is room, at least one: of the size of which there are most, the oldest go if there was
+        none.
+        """
+        room = self.max_blocks - (self._entries() + 1) // 2
+        if room < 1:
+            self.evictions += max(self._stores.values(), key=_entries_of).make_room()
+            room = max(1, self.max_blocks - (self._entries() + 1) // 2)
+        return room
 
-    def count(self) -> None:
-        """Bring :attr:`blocks` up to date."""
-        self.blocks = sum([store.blocks for store in self._stores.values()])
+    def _entries(self) -> int:
+        """Blocks and names of blocks: about as large as each other."""
+        return sum([store.blocks + store.names for store in self._stores.values()])
 
     def _leave(self, holder: _Holder) -> None:
         del self._by_number[holder.store.block_tokens, holder.number]
-        holder.store.give_back(holder.number)
+        holder.store.leave(holder)
 
 
 _MOST_SEEDS = 10_000
 
 
-def _blocks(store: Store) -> int:
-    return store.blocks
+def _entries_of(store: Store) -> int:
+    return store.blocks + store.names
 
 
 def _total(held: Held) -> tuple[int, int, int]:
     return held.tokens, held.gpu, -held.rank
-
-
-def _tokens(event: StoredBlocks, block_tokens: int) -> array[int] | memoryview:
-    """Its token ids: as they are for one block, else as bytes; empty where they are not those of its blocks."""
-    tokens, count = event.token_ids, len(event.block_hashes)
-    if len(tokens) != count * block_tokens:
-        return array("I")
-    ids = array("I", tokens)
-    return ids if count == 1 else memoryview(ids).cast("B")
-
-
-def _adapter(event: StoredBlocks) -> str | None:
-    """The adapter's name. Old versions of vLLM sent but its number, which no prompt of ours has."""
-    if event.lora_name is not None:
-        return event.lora_name or None
-    return None if event.lora_id is None else f"\0{event.lora_id}"
-
-
-def _extras(keys: Sequence[Any], lora: str | None) -> bytes:
-    """What an event says that a block's hash covers beside its tokens, as our own keys cover it.
-
-    vLLM publishes these without names (``to_event_extra_keys``): the adapter's name first, where there is one; pairs of
-    multimodal identity and offset; the salt; digests of embeddings. What is none of these makes the block nobody's.
-    """
-    items: list[tuple[str, int]] = []
-    salts: list[str] = []
-    digests: list[bytes] = []
-    for place, key in enumerate(keys):
-        if isinstance(key, str):
-            if place or key != lora:
-                salts.append(key)
-        elif isinstance(key, bytes):
-            digests.append(key)
-        elif isinstance(key, Sequence) and len(key) == 2 and isinstance(key[0], str) and type(key[1]) is int:
-            items.append((key[0], max(-(1 << 62), min(key[1], 1 << 62))))
-        else:
-            digests.append(repr(key).encode())
-    return extra_bytes(items, salts=salts, digests=digests)
 
 
 def _walk(store: Store, keys: array[int]) -> dict[int, list[int]]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from extproc.routing.holdings import Held, Holdings, Tier
+from extproc.routing.stored_blocks import PIECE_BLOCKS, Stored
 from extproc.routing.token_chain import KEY_MASK, Placed, TokenChain
 
 BLOCK = 16
@@ -354,6 +355,93 @@ def test_any_order_of_events_ends_at_what_the_caches_hold() -> None:
             for ids, chain in zip(prompts, chains, strict=True):
                 assert holdings.lookup(chain) == _true(copies, ids)
     assert holdings.seen.unknown_removed == 0
+
+
+@pytest.mark.parametrize("own_names", [False, True])
+def test_what_is_counted_is_what_there_is(own_names: bool) -> None:
+    """Whether engines call equal blocks the same or not, with tiers, repeats, corrections, and engines that come and go."""
+    draw = random.Random(11)
+    holdings = Holdings(10_000)
+    prompts = [_ids(3, seed) + _ids(4, 100 * seed + tail) for seed in range(3) for tail in range(4)]
+    for step in range(3_000):
+        address = f"w{draw.randrange(5)}"
+        source, ids = holdings.source(address), draw.choice(prompts)
+        hashes = _hashes(ids, salt=address if own_names else None)
+        end, tier = draw.randrange(1, 8), draw.choice((0, 0, CPU))
+        what = draw.random()
+        if what < 0.5:
+            source.stored(hashes[:end], None, ids[: end * BLOCK], BLOCK, tier=tier)
+        elif what < 0.55:
+            source.stored(hashes[:end], None, [], 0, tier=CPU)
+        elif what < 0.97:
+            source.removed(hashes[end:], tier=tier)
+        elif what < 0.98:
+            holdings.correct(address, _chain(ids), end * BLOCK)
+        else:
+            holdings.drop(address)
+        if step % 5 == 0 and holdings.untidy:
+            holdings.tidy()
+        if step % 50 == 0:
+            for store in holdings._stores.values():
+                keys = {key for masks in store.masks for shard in masks for key in shard}
+                assert store.blocks == len(keys)
+                named = [*(each.names for each in store._holders.values()), *store._left]
+                assert store.names == sum(map(len, named))
+                for tier in range(2):
+                    for number in store._holders:
+                        held = sum(bool(mask & 1 << number) for shard in store.masks[tier] for mask in shard.values())
+                        assert store.counts[tier][number] == held
+                assert store.totals == [sum(counts.values()) for counts in store.counts]
+    for address in holdings.addresses():
+        holdings.drop(address)
+    while holdings.untidy:
+        holdings.tidy()
+    assert (holdings.blocks, holdings.bytes) == (0, 0)
+
+
+def test_memory_has_a_bound_where_engines_call_equal_blocks_differently() -> None:
+    """Each name takes memory, so many names of few blocks are bounded like many blocks."""
+    holdings = Holdings(1000)
+    ids = _ids(400)
+    for worker in range(20):
+        holdings.source(f"w{worker}").stored(_names(400, worker), None, ids, BLOCK)
+        assert holdings.bytes <= holdings.max_bytes
+    assert holdings.evictions > 0
+    held = sum(holdings.source(f"w{worker}").blocks(Tier.GPU) for worker in range(20))
+    assert held + holdings.blocks <= 2 * 1000
+
+
+def test_an_engine_that_says_no_tokens_is_understood_by_what_another_calls_the_block() -> None:
+    holdings = Holdings(1000)
+    ids = _ids(4)
+    hashes = _store(holdings, "a", ids)
+    holdings.source("b").stored(hashes[:1], None, ids[:BLOCK], BLOCK)
+    holdings.source("b").stored(hashes, None, [], 0, tier=CPU)
+    assert holdings.lookup(_chain(ids))["b"] == Held(BLOCK, 3 * BLOCK)
+
+
+def test_a_long_event_is_entered_in_pieces_and_an_engine_may_be_forgotten_between_them() -> None:
+    holdings = Holdings(10_000)
+    ids = _ids(900)
+    hashes = _names(900)
+    source = holdings.source("a")
+    event = Stored(hashes, None, ids, BLOCK, None, None, 0, None)
+    pieces = source.entering((event,), 0)
+    assert next(pieces) == 900, "all of them are told at once"
+    assert holdings.lookup(_chain(ids)) == {"a": Held(PIECE_BLOCKS * BLOCK)}
+    source.lost()
+    list(pieces)
+    assert holdings.lookup(_chain(ids)) == {}, "what came before is gone, so the rest belongs to nothing"
+    assert source.blocks(Tier.GPU) == 0
+    assert holdings.seen.orphans == 900 - PIECE_BLOCKS
+    odd = Stored(hashes, None, ids, BLOCK, None, [["salt"], *[None] * 899], 0, None)
+    assert sum(1 for _ in source.entering((odd,), 0)) == 4
+    assert holdings.lookup(_chain(ids, cache_salt="salt")) == {"a": Held(900 * BLOCK)}
+
+
+def _names(count: int, seed: int = 5) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.getrandbits(64) for _ in range(count)]
 
 
 def _true(copies: dict[tuple[str, int, int], Counter[int]], ids: list[int]) -> dict[str, Held]:

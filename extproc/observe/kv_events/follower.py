@@ -14,17 +14,19 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
-import msgspec
 import zmq
 
 from extproc.observe.kv_events.addresses import Publisher
 from extproc.observe.kv_events.decode import BlockRemoved, BlockStored, Decoder, Event, NotABatchError, time_of
 from extproc.observe.kv_events.sequence import Sequence, Step
 from extproc.routing.holdings import Source
+from extproc.routing.stored_blocks import PIECE_BLOCKS
+
+_EVENTS, _POLLIN, _NOBLOCK = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK)
 
 _END = (-1).to_bytes(8, "big", signed=True)
-_PIECE_BLOCKS = 256
-"""So many blocks of one event are entered at a time."""
+_NOWHERE = object()
+"""In place of a medium."""
 
 _WAITING_BATCHES = 512
 """ZMQ keeps so many for us (about ten seconds of an engine), then it drops, which shows as a gap."""
@@ -263,65 +265,52 @@ class Follower:
         counts.events += len(events)
         stored: dict[int, list[BlockStored]] = {}
         removed: dict[tuple[int, int], list[int | bytes]] = {}
+        # Nearly always the next event is about the same place as the last of its kind.
+        entered: list[BlockStored] = []
+        gone: list[int | bytes] = []
+        entered_medium: object = _NOWHERE
+        gone_medium: object = _NOWHERE
+        gone_group: int | None = 0
         for event in events:
-            if isinstance(event, BlockStored):
-                tier = _TIERS.get(event.medium)
-                if tier is None and (tier := self._tier(event.medium)) is None:
-                    continue
-                if tier in stored:
-                    stored[tier].append(event)
-                else:
-                    stored[tier] = [event]
-            elif isinstance(event, BlockRemoved):
-                tier = _TIERS.get(event.medium)
-                if tier is None and (tier := self._tier(event.medium)) is None:
-                    continue
-                where = (tier, event.group_idx or 0)
-                if where in removed:
-                    removed[where] += event.block_hashes
-                else:
-                    removed[where] = list(event.block_hashes)
+            if type(event) is BlockStored:
+                if event.medium != entered_medium:
+                    tier = self._tier(event.medium)
+                    if tier is None:
+                        continue
+                    entered_medium, entered = event.medium, stored.setdefault(tier, [])
+                entered.append(event)
+            elif type(event) is BlockRemoved:
+                if event.medium != gone_medium or event.group_idx != gone_group:
+                    tier = self._tier(event.medium)
+                    if tier is None:
+                        continue
+                    gone_medium, gone_group = event.medium, event.group_idx
+                    gone = removed.setdefault((tier, gone_group or 0), [])
+                gone += event.block_hashes
             else:
                 counts.cleared += 1
                 stored.clear()
                 removed.clear()
+                entered_medium = gone_medium = _NOWHERE
                 source.cleared()
         try:
             for tier in sorted(stored):  # what is only a hash in a slower tier has its tokens in the GPU's
-                for some in self._pieces_of(stored[tier]):
-                    source.stored_all(some, tier)
+                for blocks in source.entering(stored[tier], tier):
+                    counts.stored += blocks
                     yield
         except (OverflowError, TypeError, ValueError):
             self._faulty()
             return
         for (tier, group), hashes in removed.items():
             counts.removed += len(hashes)
-            for start in range(0, len(hashes), _PIECE_BLOCKS):
-                source.removed(hashes[start : start + _PIECE_BLOCKS], tier, group)
+            for start in range(0, len(hashes), PIECE_BLOCKS):
+                source.removed(hashes[start : start + PIECE_BLOCKS], tier, group)
                 yield
 
-    def _pieces_of(self, events: list[BlockStored]) -> Iterator[list[BlockStored]]:
-        """Events, and parts of long ones, in lists of so many blocks."""
-        piece: list[BlockStored] = []
-        blocks = 0
-        for event in events:
-            count = len(event.block_hashes)
-            self._counts.stored += count
-            if count > _PIECE_BLOCKS:
-                for part in _parts(event):
-                    yield [*piece, part]
-                    piece, blocks = [], 0
-                continue
-            piece.append(event)
-            blocks += count
-            if blocks >= _PIECE_BLOCKS:
-                yield piece
-                piece, blocks = [], 0
-        if piece:
-            yield piece
-
     def _tier(self, medium: str | None) -> int | None:
-        tier = _TIERS.get(medium.upper()) if medium else 0
+        tier = _TIERS.get(medium)
+        if tier is None:
+            tier = _TIERS.get(medium.upper()) if medium else 0
         if tier is None:
             self._counts.other_tiers += 1
         return tier
@@ -483,23 +472,13 @@ class Follower:
         socket.close(0)
 
     def _receive(self, socket: zmq.Socket[bytes]) -> list[bytes] | None:
-        # Asking first is cheaper than the exception that says there is nothing.
-        ready = socket.get(zmq.EVENTS)
-        assert isinstance(ready, int)
-        return socket.recv_multipart(zmq.NOBLOCK) if ready & zmq.POLLIN else None
-
-
-def _parts(event: BlockStored) -> Iterator[BlockStored]:
-    """An event as several."""
-    hashes, size, tokens, extras = event.block_hashes, event.block_size, event.token_ids, event.extra_keys
-    if len(tokens) != len(hashes) * size:
-        tokens = []
-    for start in range(0, len(hashes), _PIECE_BLOCKS):
-        end = start + _PIECE_BLOCKS
-        yield msgspec.structs.replace(
-            event,
-            block_hashes=hashes[start:end],
-            parent_block_hash=hashes[start - 1] if start else event.parent_block_hash,
-            token_ids=tokens[start * size : end * size],
-            extra_keys=extras[start:end] if extras else None,
-        )
+        # Asking first is cheaper than the exception that says there is nothing, and constants of ZMQ that are no more than
+        # numbers are cheaper than its own.
+        if not socket.get(_EVENTS) & _POLLIN:  # type: ignore[operator]
+            return None
+        frame = socket.recv(_NOBLOCK, copy=False)
+        frames = [frame.bytes]
+        while frame.more:
+            frame = socket.recv(_NOBLOCK, copy=False)
+            frames.append(frame.bytes)
+        return frames

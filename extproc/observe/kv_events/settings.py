@@ -35,8 +35,9 @@ class KvEvents(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     topic: str = ""
     """Only topics that begin so. Workers that are asked tell theirs."""
     max_blocks: int = 4_000_000
-    """So many different blocks are kept in mind, at about 190 bytes each; then those stored longest ago go, which
-    `baton_kv_index_evictions_total` counts. A block that several workers hold counts once."""
+    """So many different blocks are kept in mind, at about 190 bytes each; then the worker with most of them loses those it
+    stored longest ago, which `baton_kv_index_evictions_total` counts. A block that several workers hold counts half for each
+    but the first."""
     max_batch_bytes: int = 4 << 20
     """A batch that is larger is not read: the connection is cut, and the worker is out of step."""
     check_interval_s: float = 5.0
