@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -21,6 +20,11 @@ _FAILED = 3
 _GOODPUT_MISSED = 4
 _INTERRUPTED = 130
 """Exit statuses, beside 1 for what cannot begin."""
+
+_ROUNDING = 1e-6
+"""0.29 of 100 is a little less than 29."""
+_TELL_EVERY_S = 10.0
+"""Where nobody watches a terminal."""
 
 
 def register(app: typer.Typer) -> None:
@@ -169,7 +173,7 @@ def bench(
             ttft_slo_s=ttft_slo,
             itl_slo_s=itl_slo,
         )
-        found, samples = run.bench(options, say=_say, progress=_tell)
+        found, samples = run.bench(options, say=_say, progress=_Telling())
         if save is not None:
             with save.open("wb") as file:
                 file.writelines(report.lines(samples))
@@ -192,7 +196,7 @@ def _leave(found: Report, require_goodput: float | None, max_failed: float) -> N
         raise typer.Exit(_INTERRUPTED)
     every = found.all
     failed = every.requests - every.served
-    if failed > math.floor(max_failed * every.requests):
+    if failed > max_failed * every.requests + _ROUNDING:
         _say(f"{failed} of {every.requests} requests were not served")
         raise typer.Exit(_FAILED)
     if require_goodput is not None and every.goodput < require_goodput:
@@ -200,14 +204,25 @@ def _leave(found: Report, require_goodput: float | None, max_failed: float) -> N
         raise typer.Exit(_GOODPUT_MISSED)
 
 
-def _tell(now: Progress) -> None:
+class _Telling:
+    """A line that changes, or one from time to time where there is no terminal."""
+
+    def __init__(self) -> None:
+        self._said_s = 0.0
+
+    def __call__(self, now: Progress) -> None:
+        line = _line(now)
+        if sys.stderr.isatty():
+            sys.stderr.write(f"\r\x1b[K{line}")
+            sys.stderr.flush()
+        elif now.at_s - self._said_s >= _TELL_EVERY_S:
+            self._said_s = now.at_s
+            _say(line)
+
+
+def _line(now: Progress) -> str:
     counts = f"sent {now.sent} of {now.of}, {now.in_flight} in flight, {now.served} served, {now.failed} not served"
-    line = f"{now.at_s:6.0f} s  {counts}"
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\r\x1b[K{line}")
-        sys.stderr.flush()
-    elif round(now.at_s) % 10 == 0:
-        _say(line)
+    return f"{now.at_s:6.0f} s  {counts}"
 
 
 def _say(line: str) -> None:

@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from extproc.loadgen.account import Numbers, Quantiles, Report
+from extproc.loadgen.account import Numbers, Quantiles, Report, Tokens
 from extproc.loadgen.sample import Sample
 
 _COLUMNS = ("mean", "p50", "p90", "p95", "p99", "max")
@@ -62,13 +62,8 @@ def shown(found: Report) -> RenderableType:
             + f": first token within {found.ttft_slo_s:g} s, and each request's own p99 gap within {found.itl_slo_s * 1e3:g} ms"
         ),
         Text(
-            f"tokens   {tokens.prompt:,} in (asked for {tokens.asked_prompt:,}), {tokens.output:,} out "
-            f"(asked for {tokens.asked_output:,}), by the engine's usage; {tokens.output_per_s:,.0f} out/s"
-            + (
-                f"; {tokens.cached / tokens.prompt:.1%} of those in were cached"
-                if tokens.cached is not None and tokens.prompt
-                else ""
-            )
+            f"tokens   {tokens.prompt:,} in (asked for {tokens.asked_prompt:,}{_cached(tokens)}), {tokens.output:,} out "
+            f"(asked for {tokens.asked_output:,}); {tokens.output_per_s:,.0f} out/s; counted by the engine"
         ),
         Text(
             f"itself   sent late p50 {found.own.send_late_p50_s * 1e3:.1f} ms, p99 {found.own.send_late_p99_s * 1e3:.1f} ms, "
@@ -130,6 +125,10 @@ def _table(first: str, *others: str) -> Table:
 
 def _two(values: Quantiles) -> tuple[float | None, float | None]:
     return values.p50, values.p99
+
+
+def _cached(tokens: Tokens) -> str:
+    return "" if tokens.cached is None or not tokens.prompt else f", {tokens.cached / tokens.prompt:.1%} cached"
 
 
 def _ms(seconds: float | None) -> str:

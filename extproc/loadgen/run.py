@@ -77,6 +77,7 @@ class Runner:
         self._counts: Counter[Kind] = Counter()
         self._samples: list[Sample] = []
         self._peak = 0
+        self._bug: BaseException | None = None
 
     def interrupt(self) -> None:
         """Send no more, and let go of what is under way."""
@@ -110,6 +111,8 @@ class Runner:
                 await ended
         finally:
             telling.cancel()
+        if self._bug is not None:
+            raise self._bug
         late_s = [sample.sent_s - sample.due_s for sample in self._samples if sample.sent_s is not None]
         return Run(
             samples=self._samples,
@@ -162,6 +165,9 @@ class Runner:
         def ended(task: asyncio.Task[None]) -> None:
             self._tasks.discard(task)
             self._counts[sample.kind] += 1
+            if not task.cancelled() and (error := task.exception()) is not None:
+                self._bug = error  # whatever a server does has a name; this is none of it
+                self._stop.set()
 
         task.add_done_callback(ended)
 

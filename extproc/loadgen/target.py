@@ -49,7 +49,7 @@ class Target:
         connector = aiohttp.TCPConnector(limit=0, ssl=secure, **keeping)
         return aiohttp.ClientSession(
             connector=connector,
-            headers={**self.key, "user-agent": "baton-bench"},
+            headers={**self.key, "user-agent": "baton-bench", "accept-encoding": "identity"},
             timeout=aiohttp.ClientTimeout(total=timeout_s),
             auto_decompress=False,
             cookie_jar=aiohttp.DummyCookieJar(),

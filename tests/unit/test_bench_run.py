@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -19,12 +20,14 @@ from extproc import cli, pictures
 from extproc.loadgen import bench, report
 from extproc.loadgen.account import Report
 from extproc.loadgen.arrivals import parse_gaps
+from extproc.loadgen.errors import BenchError
 from extproc.loadgen.headers import parse_drawn
 from extproc.loadgen.run import Plan, Runner
 from extproc.loadgen.sample import Sample
 from extproc.loadgen.target import Target
 from extproc.plan import lengths
 from extproc.plan.workload import Workload
+from tests.certificates import Authority
 from workers.traces import Request
 
 Answer = Callable[[web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
@@ -78,14 +81,14 @@ async def good(request: web.Request, body: dict[str, Any]) -> web.StreamResponse
 
 
 @asynccontextmanager
-async def serving(answer: Answer) -> AsyncIterator[tuple[Server, str]]:
+async def serving(answer: Answer, tls: ssl.SSLContext | None = None) -> AsyncIterator[tuple[Server, str]]:
     server = Server(answer)
     runner = web.AppRunner(server.app, shutdown_timeout=0.1)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
+    site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls)
     await site.start()
     try:
-        yield server, f"http://127.0.0.1:{runner.addresses[0][1]}"
+        yield server, f"http{'s' if tls else ''}://127.0.0.1:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()
 
@@ -160,6 +163,21 @@ async def test_the_engine_is_asked_how_it_counts_before_prompts_are_made() -> No
     assert said[0] == "two requests asked how the-model counts: 2.00 tokens a word, 5 around a prompt"
     assert {asked["model"] for asked in server.asked} == {"the-model"}
     assert all(2 * len(asked["prompt"].split()) + 5 == pytest.approx(1_000, abs=4) for asked in server.asked)
+
+
+async def test_a_certificate_is_believed_only_if_its_authority_is(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    async with serving(good, authority.issue("bench", ["127.0.0.1"]).server()) as (server, base):
+        for trusted in (Target(base=base, ca_file=authority.ca), Target(base=base, verify=False)):
+            done, _ = await bench.run(options(base, 2, target=trusted))
+            assert done.all.served == 2, done.failures
+        done, _ = await bench.run(options(base, 2))
+        assert [(each.kind, each.code) for each in done.failures] == [("connection", "ClientConnectorCertificateError")]
+        with pytest.raises(BenchError, match="certificate"):
+            await bench.run(options(base, 2, model=None))
+        with pytest.raises(BenchError, match="absent"):
+            await bench.run(options(base, 2, target=Target(base=base, ca_file=tmp_path / "absent.pem")))
+    assert len(server.asked) == 4
 
 
 async def _status(_: web.Request, __: dict[str, Any]) -> web.StreamResponse:
