@@ -51,9 +51,7 @@ async def _one_after_the_other(journey: Journey, ask: Ask, ticket: Ticket) -> No
             # The client left while the process stood still: the reply would go into a stream that is no more.
             raise OverError(await journey.receive(Phase.PREFILL))
         decode = still_live(journey, ticket)
-        # What an answer without a stream says of its blocks is to be read.
-        unread = journey.parts.next_turns is None or ask.request.streamed()
-        unseen = journey.may_be_unseen and (unread and ask.request.treatment is not Treatment.RESPONSES)
+        unseen = journey.may_be_unseen and not _names_blocks(journey, ask)
         await _dispatch(journey, ask, prefilled.handoff, decode, prefilled.prompt_token_ids, may_be_unseen=unseen)
         undelivered.pop_all()
 
@@ -147,10 +145,19 @@ async def _dispatch(
         metrics.handoff_blocks.observe(handoff.blocks)
 
 
+def _names_blocks(journey: Journey, ask: Ask) -> bool:
+    """Whether the answer may name blocks that its decode worker keeps: of streams only those of the Responses API do."""
+    request = ask.request
+    return journey.parts.next_turns is not None and (not request.streamed() or request.treatment is Treatment.RESPONSES)
+
+
 def _read_answer(journey: Journey, ask: Ask) -> bool:
     """Have the answer read for blocks that are kept, where that is wanted; whether token ids are to be asked for with it."""
     turns, request = journey.parts.next_turns, ask.request
     if turns is None:
+        return False
+    if not _names_blocks(journey, ask):
+        turns.note("streamed")
         return False
     asks_ids = request.tells_token_ids and request.at_once() and journey.can_read_answer
     journey.reading = Reading(

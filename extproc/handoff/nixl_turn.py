@@ -97,6 +97,35 @@ class KeptBlocks:
         )
 
 
+class _Place(msgspec.Struct, frozen=True):
+    remote_engine_id: str
+    remote_request_id: str
+    remote_host: str
+    remote_port: int
+
+
+_place_decoder = msgspec.json.Decoder(_Place)
+
+
+def release_of(raw: bytes, decode: str, hosts: RemoteHosts) -> Handoff | None:
+    """The same as :meth:`KeptBlocks.release`, of blocks that cannot be read; None: not even that can be said of them."""
+    try:
+        place = _place_decoder.decode(raw)
+        fields = _fields_decoder.decode(raw)
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    if host_fault(place.remote_host, place.remote_port) or hosts.fault(place.remote_host, decode):
+        return None
+    return Handoff(
+        connector="nixl",
+        prefill=decode,
+        params=_encode({**fields, **_way(to_prefill=False)}),
+        engine_id=place.remote_engine_id,
+        request_id=place.remote_request_id,
+        releasable=True,
+    )
+
+
 def _way(*, to_prefill: bool) -> _Fields:
     yes, no = msgspec.Raw(b"true"), msgspec.Raw(b"false")
     return {"do_remote_decode": yes if to_prefill else no, "do_remote_prefill": no if to_prefill else yes}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from extproc.handoff import HandoffError
-from extproc.handoff.nixl_turn import KeptBlocks
+from extproc.handoff.nixl_turn import KeptBlocks, release_of
 from extproc.next_turn.answer import Events, Told, Whole
 from extproc.paths import Treatment
 from extproc.tokens.ids import unpack
@@ -82,7 +82,7 @@ class Reading:
         try:
             blocks = KeptBlocks(told.params, decode, self._turns.hosts)
         except HandoffError:
-            self._turns.note("unusable")
+            self._turns.give_back(release_of(told.params, decode, self._turns.hosts), "unusable")
             return
         self._keep(blocks, told)
 
@@ -92,7 +92,7 @@ class Reading:
         if wanted is not None and wanted.circumstances and not wanted.media and told.prompt_ids and told.answer_ids:
             prompt, answer = unpack(told.prompt_ids), unpack(told.answer_ids)
         if wanted is None or not prompt or not answer:
-            self._turns.give_back(blocks, "no_ids")
+            self._turns.give_back(blocks.release(), "no_ids")
             return
         self._turns.keep(
             blocks,

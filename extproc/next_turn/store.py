@@ -159,13 +159,13 @@ class NextTurns:
         # The last token that was generated may not be written yet.
         tokens = min(blocks.tokens, len(ids) - 1)
         if tokens < _KEY_TOKENS:
-            self.give_back(blocks, "unusable")
+            self.give_back(blocks.release(), "unusable")
             return
         chain = TokenChain(ids[:tokens], lora=lora, cache_salt=cache_salt)
         since_s = max(sent_s, self._not_before())  # the decode worker did not begin to keep them before this
         turn = Turn(blocks, chain, prompt_tokens, model, endpoint, since_s + self._settings.ttl_s - self._settings.margin_s)
         if turn.bytes > self._settings.max_bytes or turn.expires_s <= self._clock():
-            self.give_back(blocks, "unusable")
+            self.give_back(blocks.release(), "unusable")
             return
         name = _name(turn)
         if name in self._turns:
@@ -179,12 +179,13 @@ class NextTurns:
         while self.bytes > self._settings.max_bytes or len(self._turns) > self._settings.max_conversations:
             oldest = next(iter(self._turns.values()))
             self._drop(oldest)
-            self.give_back(oldest.blocks, "evicted")
+            self.give_back(oldest.blocks.release(), "evicted")
 
-    def give_back(self, blocks: KeptBlocks, outcome: str) -> None:
-        """Nobody will read them."""
+    def give_back(self, handoff: Handoff | None, outcome: str) -> None:
+        """Nobody will read the blocks that it names. None: nobody can give them back either."""
         self.note(outcome)
-        self._release(blocks.release())
+        if handoff is not None:
+            self._release(handoff)
 
     # -- for a prompt ------------------------------------------------------------------------------------------------------
 
@@ -239,12 +240,12 @@ class NextTurns:
         sizes = {_block_tokens(turn.endpoint), _block_tokens(prefill)}
         size = sizes.pop()
         if sizes or not size or prefill is turn.endpoint:
-            self.give_back(turn.blocks, "unusable")
+            self.give_back(turn.blocks.release(), "unusable")
             return None
         try:
             return turn.blocks.prefill_params(turn.tokens, size, prompt_token_ids)
         except HandoffError:
-            self.give_back(turn.blocks, "unusable")
+            self.give_back(turn.blocks.release(), "unusable")
             return None
 
     def went_well(self, decode: str, prefill: str, *, read: bool) -> None:

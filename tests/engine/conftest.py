@@ -27,6 +27,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         "test_push.py",
         "test_lmcache.py",
         "test_kv_events.py",
+        "test_next_turn.py",
         "test_preflight_nixl.py",
         "test_worker_command.py",
         "test_topology_cpu.py",

@@ -347,3 +347,13 @@ async def test_what_explain_says_of_a_turn_that_could_be_read() -> None:
         first = report["decision"]["candidates"][0]
         assert first["below_tokens"]["decode"] >= 64 and first["terms"]["load_s"] > 0
         assert await world.outcomes() == {"kept": 1.0}, "nothing has changed"
+
+
+async def test_without_the_setting_blocks_are_named_to_the_client_and_stay_to_their_end() -> None:
+    """So workers have it on where the filter has, and nowhere else."""
+    async with turns(options=replace(OPTIONS, decoder_kv_blocks_ttl_s=1.0), handoff={"next_turn": {"enabled": False}}) as world:
+        answer = await world.ask(CHAT, {"messages": said("What is the first rule?"), "max_tokens": 9})
+        assert answer["kv_transfer_params"]["remote_block_ids"]
+        await world.nothing_kept()
+        assert world.decodes[0].violations.counts == {"turn_unused": 1}
+        assert await world.outcomes() == {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from array import array
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from extproc import config
 from extproc.handoff import Handoff, HandoffError
-from extproc.handoff.nixl_turn import KeptBlocks
+from extproc.handoff.nixl_turn import KeptBlocks, release_of
 from extproc.handoff.remote_hosts import RemoteHosts
 from extproc.next_turn.answer import Events, Whole
 from extproc.next_turn.outcomes import OUTCOMES
@@ -334,6 +335,22 @@ def test_params_that_no_prefill_worker_could_read_safely_are_refused(more: dict[
     with pytest.raises(HandoffError) as error:
         kept(params(**more))
     assert "299" not in str(error.value) and "engine-d0" not in str(error.value), "an error may be logged"
+
+
+def test_blocks_that_cannot_be_read_can_still_be_given_back() -> None:
+    several = params(remote_block_ids=[[1], [2]])
+    found = release_of(several, "d0", RemoteHosts([]))
+    assert found is not None and found.request_id == "chatcmpl-1-abc"
+    given = json.loads(found.params or b"")
+    assert given["do_remote_prefill"] is True and given["remote_block_ids"] == [[1], [2]]
+    assert release_of(params(remote_host="elsewhere"), "10.0.0.7:8200", RemoteHosts(["worker"])) is None
+    assert release_of(b'{"a": 1}', "d0", RemoteHosts([])) is None
+
+
+def test_every_outcome_is_explained_where_people_look() -> None:
+    page = (Path(__file__).parents[2] / "docs/routing.md").read_text()
+    for outcome, meaning in OUTCOMES.items():
+        assert f"| `{outcome}` | {meaning} |" in page
 
 
 def test_blocks_elsewhere_than_the_configuration_allows_are_refused() -> None:
