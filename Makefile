@@ -9,7 +9,7 @@ ARGS ?=
 SHELL := /bin/bash
 
 .DEFAULT_GOAL := help
-.PHONY: help up test install lint types unit stack page chaos soak engine kube generate lock clean bench-routing bench-overhead bench-peers bench-interference plan-check plan-tables
+.PHONY: help up test install lint types unit stack page chaos soak engine kube generate lock clean bench-routing bench-overhead bench-peers bench-interference plan-check plan-tables plan-rules
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
@@ -151,6 +151,9 @@ plan-check: $(VENV)/installed  ## What `baton plan` says of throughputs that are
 
 bench-interference: $(VENV)/installed  ## What long prompts do to streams, on real vLLM, colocated and apart. 8 minutes; ARGS=--quick.
 	$(BIN)/python -m bench.interference $(ARGS)
+
+plan-rules: $(VENV)/installed  ## The field's rules of thumb about P:D ratios, checked by simulation. 15 minutes; ARGS=NAME for one case.
+	$(BIN)/python -m bench.plan_rules $(ARGS)
 
 plan-tables: $(VENV)/installed  ## Published goodput of five arrangements of 64 GPUs against the simulated. Minutes; ARGS=--quick.
 	$(BIN)/python -m bench.plan_tables $(ARGS)
