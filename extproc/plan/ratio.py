@@ -57,7 +57,7 @@ class Effort:
             raise PlanError(f"at least 20 requests, not {self.requests}, and 1 candidate of each kind")
 
 
-QUICK = Effort(seeds=3, requests=150, keep=2, finalists=2, screen_resolution=0.1, resolution=0.04)
+QUICK = Effort(seeds=3, requests=100, keep=2, finalists=2, screen_resolution=0.1, resolution=0.04)
 
 
 @dataclass(frozen=True, kw_only=True)
