@@ -21,6 +21,8 @@ MODEL = "sim-llama-70b"
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 SYSTEM = "You are the keeper of a very long list of rules, and you follow all of them. " * 12
 OPTIONS = SimOptions(speed=20, mean_answer_tokens=0, handshake_s=0.0, bidirectional_kv_xfer=True)
+SHOWN = {"body_mode": "buffered" if BODY_MODE == "full_duplex" else BODY_MODE}
+"""With `full_duplex` Envoy cannot show the body of an answer, and the configuration is refused."""
 TURN = {"enabled": True, "ttl_s": 60.0, "margin_s": 1.0}
 
 
@@ -77,8 +79,6 @@ class World:
 
 @asynccontextmanager
 async def turns(*, decodes: int = 1, options: SimOptions = OPTIONS, **settings: Any) -> AsyncIterator[World]:
-    if BODY_MODE == "full_duplex":
-        pytest.skip("the filter refuses this body mode with handoff.next_turn, which a unit test shows")
     ports = free_ports(1 + decodes)
     async with AsyncExitStack() as parts:
         engines = []
@@ -100,6 +100,7 @@ async def turns(*, decodes: int = 1, options: SimOptions = OPTIONS, **settings: 
                 "routing": {"handshake_s": 0.0, "prefill_tokens_per_s": 100.0},
                 "scrape": {"interval_s": 0.2},
                 "handoff": {"next_turn": TURN},
+                "envoy": SHOWN,
                 **settings,
             },
         )
@@ -308,6 +309,7 @@ async def test_a_worker_without_it_is_asked_once_and_then_left_alone() -> None:
                 "routing": {"handshake_s": 0.0, "prefill_tokens_per_s": 100.0},
                 "scrape": {"interval_s": 0.2},
                 "handoff": {"next_turn": TURN},
+                "envoy": SHOWN,
             },
         )
         world = World(await parts.enter_async_context(stack), engines)
