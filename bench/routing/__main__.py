@@ -142,12 +142,11 @@ class Bench:
             chosen = at_rate(requests[:count], share * limit_per_s)
             for name in options.policies_at(share):
                 result = await self._one(plan(chosen), name, engines, trace, share, directory)
-                if (
-                    result is not None
-                    and options.twin
-                    and (found := await asyncio.to_thread(twin, name, chosen, setup, options.routers))
-                ):
-                    self.twins.append((result, found))
+                if result is not None and options.twin:
+                    late_s = result.late_ms["engines"] / 1e3 * options.speed
+                    found = await asyncio.to_thread(twin, name, chosen, setup, options.routers, late_s=late_s)
+                    if found is not None:
+                        self.twins.append((result, found))
         if options.tenants:
             share = _FLOOD_LOAD + _MODEST_LOAD
             for name in options.policies_at(share):

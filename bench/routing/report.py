@@ -197,8 +197,8 @@ def tenant_verdicts(results: Sequence[RunResult], modest: str, share: float) -> 
 
 
 def twin_verdicts(pairs: Iterable[tuple[RunResult, Twin]]) -> list[Verdict]:
-    """The replay without processes agrees with the run: its mean is at most a tenth of the figure off, or the run lies within
-    what the replays differ among themselves, which says no less of a run with few good answers."""
+    """The replay without processes agrees with the run: the run lies in the range of the replays, or at most a tenth of the
+    figure outside. They are all draws of the same chance; the run is one, and they are some."""
     found = []
     for result, twin in pairs:
         goodput, hit = result.summary.goodput, result.hit_ratio
@@ -211,8 +211,8 @@ def twin_verdicts(pairs: Iterable[tuple[RunResult, Twin]]) -> list[Verdict]:
 
 
 def _agrees(replays: tuple[float, float, float], real: float) -> bool:
-    least, mean, most = replays
-    return abs(mean - real) <= TWIN_TOLERANCE * real or least <= real <= most
+    least, _, most = replays
+    return least * (1 - TWIN_TOLERANCE) <= real <= most * (1 + TWIN_TOLERANCE)
 
 
 def _shown(spread: tuple[float, float, float]) -> str:

@@ -1,7 +1,9 @@
 """The same requests replayed without processes (``baton replay``), to see whether the fast twin can be trusted.
 
-Who goes where is chaotic: arrivals moved by some milliseconds, as in any real run, change the hit ratio of a short run by
-points. So the twin is run several times with arrivals moved so, and its mean is compared.
+Who goes where is chaotic: a request that comes some milliseconds earlier finds a prefix that is held, or one that is being
+computed, and all that follows is different. So the twin is run many times, each time as inexact as a real run is: arrivals are
+moved, messages take longer, and the engines' steps are late by up to what was measured in the run. What is random has another
+seed each time. What the replays say is the range of theirs.
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
+
+import msgspec
 
 from bench.routing.engines import EngineOptions
 from bench.routing.policies import BEST, CONTESTANTS
@@ -22,9 +26,11 @@ from workers import goodput
 from workers.sim.twin import TwinConfig
 from workers.traces import BLOCK_TOKENS, Request
 
-REPLAYS = 6
+REPLAYS = 16
 _MOVED_S = 0.02
 """Arrivals are moved by up to so much: how late a request of the bench is sent and read."""
+_SLOWEST_HOP_S = 0.01
+"""A message from one process to the next takes up to so much: some milliseconds on a busy machine, times the speed."""
 
 
 @dataclass(frozen=True)
@@ -41,18 +47,29 @@ def twin_setup(options: EngineOptions) -> Setup:
     return Setup(prefill=options.prefill, decode=options.decode, engine=engine)
 
 
-def twin(name: str, requests: Sequence[Request], setup: Setup, count: int = 1) -> Twin | None:
-    """One of Baton's policies on these requests, with so many filters; None for a peer, which the replay does not have."""
+def twin(name: str, requests: Sequence[Request], setup: Setup, count: int = 1, *, late_s: float = 0.0) -> Twin | None:
+    """One of Baton's policies on these requests, with so many filters; None for a peer, which the replay does not have.
+
+    ``late_s``: how late the steps of the real engines were, in simulated seconds.
+    """
     if CONTESTANTS[name].kind != "baton":
         return None
     aims = twin_aims(name)
     found = []
     for seed in range(REPLAYS):
-        moved = _moved(requests, random.Random(seed))  # noqa: S311 (not a secret)
-        dispatcher, watches = filters(setup, routing_of(Routing(), setup), CONTESTANTS[name].index, count)
-        replayed = replay(moved, dispatcher, setup, lambda _: aims, watches=watches)
+        rng = random.Random(seed)  # noqa: S311 (not a secret)
+        moved, inexact = _moved(requests, rng), _inexact(setup, rng, late_s)
+        settings = msgspec.structs.replace(routing_of(Routing(), inexact), seed=seed)
+        dispatcher, watches = filters(inexact, settings, CONTESTANTS[name].index, count)
+        replayed = replay(moved, dispatcher, inexact, lambda _: aims, watches=watches)
         found.append(goodput.summary(replayed.outcomes))
     return Twin(_spread([each.goodput for each in found]), _spread([each.hit_ratio for each in found]))
+
+
+def _inexact(setup: Setup, rng: random.Random, late_s: float) -> Setup:
+    step_s = setup.profile.step_overhead_s + rng.uniform(0, late_s)
+    hop_s = rng.uniform(setup.hop_s, max(setup.hop_s, _SLOWEST_HOP_S))
+    return replace(setup, hop_s=hop_s, profile=replace(setup.profile, step_overhead_s=step_s))
 
 
 def _moved(requests: Sequence[Request], rng: random.Random) -> list[Request]:
