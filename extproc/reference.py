@@ -199,11 +199,14 @@ def requests() -> str:
         lines.append(f"| {how.value} | {caps} | {sets} | {' '.join(f'`{key}`' for key in sorted(leg.drops))} |")
     lines += [
         "\nOf two spellings of the cap, the one that the client uses stays. With `prefill.tokenise_once`, chat and completions",
-        "ask for the prompt's token ids as well (`return_token_ids`).\n",
+        "ask for the prompt's token ids as well (`return_token_ids`). With `handoff.next_turn`, a prefill that continues a turn",
+        "whose blocks a decode worker keeps carries these, and the prompt as token ids; see",
+        "[the next turn](routing.md#the-next-turn).\n",
         "## The decode leg\n",
         "What the client sent, and the `kv_transfer_params` of the prefill's reply, byte for byte. With",
         "`prefill.tokenise_once`, the prompt's token ids too: in `kv_transfer_params.prompt_token_ids` (chat), or in place of",
-        "`prompt` (completions).\n",
+        "`prompt` (completions). With `handoff.next_turn`, chat and completions without a stream ask for token ids; what the",
+        "client did not ask for is taken out of the answer again.\n",
         "## Whole to one worker\n",
         "What one handoff cannot serve is counted in `baton_whole_requests_total` by reason:\n",
         "| reason | field | APIs |",

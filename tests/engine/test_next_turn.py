@@ -23,7 +23,7 @@ from workers import cores, vllm
 from workers.process import Child
 from workers.ready import free_ports, wait_ready
 
-TTL_S = 25
+TTL_S = 20
 PROMPT, SAID, MORE = 300, 120, 40
 READ = PROMPT + SAID - 1
 """Nobody computes the last token of an answer."""
