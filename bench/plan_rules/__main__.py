@@ -10,12 +10,11 @@ import os
 import platform
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
-from bench.plan_rules.cases import CASES, EFFORT, Case
+from bench.plan_rules.cases import CASES, Case
 from bench.plan_rules.report import Results, Row, chunked_table, draw, row_of, splits_table
 from extproc.plan.errors import PlanError
 from extproc.plan.ratio import Effort, study
@@ -27,8 +26,7 @@ PICTURE = Path(__file__).parents[2] / "docs" / "plan-rules.svg"
 
 def run(case: Case, effort: Effort, runs: Runner) -> Row:
     """One case. Raises PlanError where no arrangement can do."""
-    asked = replace(effort, all_splits=case.rule == "split")
-    return row_of(case, study(case.question, kinds=case.kinds, effort=asked, runner=runs))
+    return row_of(case, study(case.question, kinds=case.kinds, effort=effort, runner=runs))
 
 
 def load() -> Results | None:
@@ -61,7 +59,7 @@ def main(names: list[str]) -> int:
                 continue
             began_s = time.monotonic()
             try:
-                rows[case.name] = run(case, EFFORT, runs)
+                rows[case.name] = run(case, case.effort, runs)
             except PlanError as error:
                 print(f"plan_rules: {case.name}: {error}", file=sys.stderr)  # noqa: T201
                 return 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from extproc.plan.candidates import Kind
 from extproc.plan.gpus import gpu
@@ -14,6 +14,7 @@ from extproc.plan.simulate import Slos
 from extproc.plan.workload import Workload
 
 EFFORT = Effort(seeds=5, requests=250, keep=3, finalists=2, screen_resolution=0.06, resolution=0.03)
+SPLITS = Effort(seeds=3, requests=120, keep=1, finalists=2, screen_resolution=0.1, resolution=0.04)
 SMALL = Effort(seeds=2, requests=30, keep=1, finalists=1, screen_resolution=0.3, resolution=0.2)
 
 
@@ -43,6 +44,11 @@ class Case:
         return (Kind.NIXL,) if self.rule == "split" else (Kind.CHUNKED, Kind.NIXL)
 
     @property
+    def effort(self) -> Effort:
+        """How much is simulated. Answers of thousands of tokens take minutes to come: there only splits near the best."""
+        return EFFORT if self.rule == "chunked" else replace(SPLITS, all_splits=self.osl < 1_000)
+
+    @property
     def question(self) -> Question:
         """As it is asked."""
         return Question(
@@ -69,7 +75,8 @@ class Case:
             f"--isl lognormal:mean={self.isl},cv=0.2 --osl lognormal:mean={self.osl},cv=0.2 --ttft-slo {self.ttft_s:g} "
             f"--itl-slo {self.itl_s:g}{''.join(f' --arrangement {kind.name.lower()}' for kind in self.kinds)}"
             + (f" --prefix-share {self.prefix_share:g}" if self.prefix_share else "")
-            + (tensor_parallel + " --all-splits" if self.rule == "split" else "")
+            + (f"{tensor_parallel} --seeds {self.effort.seeds}" if self.rule == "split" else "")
+            + (" --all-splits" if self.effort.all_splits else "")
         )
 
 

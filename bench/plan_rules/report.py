@@ -8,18 +8,19 @@ from pathlib import Path
 import msgspec
 
 from bench.plan_rules.cases import Case
-from extproc.pictures import BLUE, GREY, ORANGE, picture
+from extproc.pictures import BLUE, COLOURS, GREY, ORANGE, picture
 from extproc.plan.candidates import Candidate, Kind
 from extproc.plan.ratio import Answer
 from extproc.plan.verdict import verdict
 
 
 class Split(msgspec.Struct, frozen=True):
-    """One split with one seed."""
+    """One split."""
 
     prefill: int
     decode: int
-    rate_per_s: float
+    rate_per_s: float | None
+    """With one seed; None: not simulated."""
     bound_per_s: float
 
 
@@ -77,8 +78,8 @@ def row_of(case: Case, answer: Answer) -> Row:
         tied=[_ratio(*_gpus(each)) for each in best.tied],
         splits=sorted(
             (
-                Split(*_gpus(each), rate_per_s=rate, bound_per_s=each.bound_per_s)
-                for each, rate in best.screened
+                Split(*_gpus(each), rate_per_s=dict(best.screened).get(each), bound_per_s=each.bound_per_s)
+                for each in best.able
                 if finalist is not None and each.family == finalist.candidate.family
             ),
             key=lambda each: each.prefill,
@@ -128,17 +129,22 @@ def draw(cases: Sequence[Case], results: Results, path: Path) -> None:
     """Rate by split, and the gain of disaggregation by the length of the prompt."""
     with picture(path, width_in=9.0, height_in=3.4, columns=3) as (_, axes):
         for place, first in enumerate(("long-in", "long-out")):
+            colours = iter(COLOURS)
             for case, row in _rows(cases, results, "split"):
                 if not case.name.startswith(first):
                     continue
                 share = [each.prefill / (each.prefill + each.decode) for each in row.splits]
-                label = case.what or f"ITL {case.itl_s * 1e3:g} ms"
+                seen = [
+                    (at, each.rate_per_s) for at, each in zip(share, row.splits, strict=True) if each.rate_per_s is not None
+                ]
+                colour, label = next(colours), case.what or f"ITL {case.itl_s * 1e3:g} ms"
+                axes[place].plot(share, [each.bound_per_s for each in row.splits], ":", color=colour, linewidth=1.0)
                 axes[place].plot(
-                    share, [each.rate_per_s for each in row.splits], "o-", markersize=4, linewidth=1.2, label=label
+                    [at for at, _ in seen], [y for _, y in seen], "o-", color=colour, markersize=4, linewidth=1.2, label=label
                 )
                 axes[place].axvline(_share(case.said), color=GREY, linestyle="--", linewidth=1)
             axes[place].set_title("32K in, 400 out" if first == "long-in" else "4K in, 8K out")
-            axes[place].set_xlabel("share of the GPUs that prefill (dashed: the rule)")
+            axes[place].set_xlabel("GPUs that prefill (dashed: the rule; dotted: bound)")
             axes[place].set_ylabel("highest good rate, requests/s")
             axes[place].set_xlim(0, 1)
             axes[place].set_ylim(bottom=0)
