@@ -113,8 +113,11 @@ CASES = (
             ttft_s=1 + isl / 8_192,
             itl_s=itl_ms / 1e3,
         )
-        for itl_ms in (45, 20)
-        for isl in (2_048, 4_096, 8_192, 16_384, 32_768)
-        if itl_ms == 45 or 4_096 <= isl <= 16_384
+        for itl_ms, prompts in (
+            (45, (2_048, 4_096, 8_192, 16_384, 32_768)),
+            (100, (4_096, 8_192, 16_384)),
+            (20, (8_192,)),
+        )
+        for isl in prompts
     ),
 )

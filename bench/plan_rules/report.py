@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from bench.plan_rules.cases import Case
-from extproc.pictures import BLUE, COLOURS, GREY, ORANGE, picture
+from extproc.pictures import BLUE, COLOURS, GREEN, GREY, ORANGE, picture
 from extproc.plan.candidates import Candidate, Kind
 from extproc.plan.ratio import Answer
 from extproc.plan.verdict import verdict
@@ -149,7 +149,7 @@ def draw(cases: Sequence[Case], results: Results, path: Path) -> None:
             axes[place].set_xlim(0, 1)
             axes[place].set_ylim(bottom=0)
             axes[place].legend(fontsize=7)
-        for itl_s, colour in ((0.045, BLUE), (0.02, ORANGE)):
+        for itl_s, colour in ((0.02, GREEN), (0.045, BLUE), (0.1, ORANGE)):
             rows = [
                 (case, row) for case, row in _rows(cases, results, "chunked") if case.itl_s == itl_s and row.gain is not None
             ]
