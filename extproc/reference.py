@@ -199,8 +199,8 @@ def requests() -> str:
         lines.append(f"| {how.value} | {caps} | {sets} | {' '.join(f'`{key}`' for key in sorted(leg.drops))} |")
     lines += [
         "\nOf two spellings of the cap, the one that the client uses stays. With `prefill.tokenise_once`, chat and completions",
-        "ask for the prompt's token ids as well (`return_token_ids`). With `handoff.next_turn`, a prefill that continues a turn",
-        "whose blocks a decode worker keeps carries these, and the prompt as token ids; see",
+        "ask for the prompt's token ids as well (`return_token_ids`). With `handoff.next_turn`, a prefill that goes on",
+        "behind a turn whose blocks a decode worker keeps carries these, and the prompt as token ids; see",
         "[the next turn](routing.md#the-next-turn).\n",
         "## The decode leg\n",
         "What the client sent, and the `kv_transfer_params` of the prefill's reply, byte for byte. With",
