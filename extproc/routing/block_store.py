@@ -147,7 +147,16 @@ class Store:
 
     def add(self, holder: Holder, name: int, key: int, tier: int) -> None:
         """The holder has stored a block, and calls it so: it counts as stored last."""
-        names, shard, bit = holder.names, self.masks[tier][key & LOW], holder.bit
+        names = holder.names
+        known = name in names
+        if self.hold(holder, key, tier) and known:
+            del names[name]
+        self.names += not known
+        names[name] = key
+
+    def hold(self, holder: Holder, key: int, tier: int) -> bool:
+        """The holder has stored a block, and has a name for it. Whether it did not hold one of that content there."""
+        shard, bit = self.masks[tier][key & LOW], holder.bit
         mask = shard.get(key)
         if mask is None:
             shard[key] = bit
@@ -156,15 +165,12 @@ class Store:
             repeats = self.repeats.setdefault(holder.number, {})
             again = key * TIERS + tier
             repeats[again] = repeats.get(again, 0) + 1
-            self.names += name not in names
-            names[name] = key
-            return
+            return False
         else:
             shard[key] = mask | bit
-        self.names += names.pop(name, None) is None
-        names[name] = key
         self.counts[tier][holder.number] += 1
         self.totals[tier] += 1
+        return True
 
     def remove(self, holder: Holder, hashes: Iterable[int | bytes], tier: int) -> int:
         """The holder has one block less of each of these contents. How many it was not known to hold."""

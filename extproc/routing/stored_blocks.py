@@ -195,12 +195,12 @@ def _enter(
     """Blocks that have their tokens and nothing beside them. ``parents``: for each the name of the block before it, ~ of a key:
     what stands before the first block of a prompt, None: it follows the one before.
     """
-    store, names, bit = holder.store, holder.names, holder.bit
-    digest, mask_, low, step = xxhash.xxh3_64_intdigest, KEY_MASK, LOW, store.block_tokens * TOKEN_BYTES
-    masks, others = store.masks[tier], store.others(tier)
+    store, names = holder.store, holder.names
+    digest, mask_, step = xxhash.xxh3_64_intdigest, KEY_MASK, store.block_tokens * TOKEN_BYTES
     data = tokens.tobytes()
-    room, named, fresh, doubles, start = owner.room(), 0, 0, 0, 0
+    room, start = owner.room(), 0
     before: int | None = None
+    keys: list[int] = []
     for told, parent in zip(hashes, parents, strict=True):
         name = (told if type(told) is int else engine_hash(told)) & mask_
         if parent is not None:
@@ -214,25 +214,37 @@ def _enter(
             else:
                 store.add(holder, name, before, tier)
             continue
-        if named >= room and name not in names:
-            _count(holder, tier, named, fresh, doubles)
-            named = fresh = doubles = 0
+        if len(keys) >= room and name not in names:
+            _hold(holder, tier, keys)
+            keys = []
             room = owner.room()
         key = digest(block, before) & mask_
         before = names.setdefault(name, key)
-        if before is not key:
+        if before is key:
+            keys.append(key)
+        else:
             store.add(holder, name, before, tier)
-            continue
-        named += 1
+    _hold(holder, tier, keys)
+
+
+def _hold(holder: Holder, tier: int, keys: list[int]) -> None:
+    """Blocks that have just got their names."""
+    store, bit, low = holder.store, holder.bit, LOW
+    masks, others = store.masks[tier], store.others(tier)
+    fresh = doubles = 0
+    for key in keys:
         shard = masks[key & low]
         if key in shard:
-            store.add(holder, name, key, tier)
-        else:
-            shard[key] = bit
-            fresh += 1
-            if others and any(key in each[key & low] for each in others):
-                doubles += 1
-    _count(holder, tier, named, fresh, doubles)
+            store.hold(holder, key, tier)
+            continue
+        shard[key] = bit
+        fresh += 1
+        if others and any(key in each[key & low] for each in others):
+            doubles += 1
+    store.names += len(keys)
+    store.blocks += fresh - doubles
+    store.counts[tier][holder.number] += fresh
+    store.totals[tier] += fresh
 
 
 def _enter_odd(owner: Owner, holder: Holder, tier: int, event: StoredBlocks, which: range) -> None:
@@ -261,15 +273,6 @@ def _enter_odd(owner: Owner, holder: Holder, tier: int, event: StoredBlocks, whi
         if name not in names:
             owner.room()
         store.add(holder, name, key, tier)
-
-
-def _count(holder: Holder, tier: int, named: int, fresh: int, doubles: int) -> None:
-    """So many blocks have got names; so many nobody held in this tier, and of these so many are held in another."""
-    store = holder.store
-    store.names += named
-    store.blocks += fresh - doubles
-    store.counts[tier][holder.number] += fresh
-    store.totals[tier] += fresh
 
 
 def _name(told: int | bytes) -> int:
