@@ -149,7 +149,7 @@ bench-overhead: $(VENV)/installed $(PEERS)/installed $(VENV)/wrk  ## CPU and lat
 plan-check: $(VENV)/installed  ## What `baton plan` says of throughputs that are published, and how far off it is. 2 minutes.
 	$(BIN)/python -m bench.plan_check
 
-bench-interference: $(VENV)/installed  ## What long prompts do to streams, on real vLLM, colocated and apart. 8 minutes; ARGS=--quick.
+bench-interference: $(VENV)/installed  ## What long prompts do to streams, on real vLLM, colocated and apart. 6 minutes; ARGS=--quick.
 	$(BIN)/python -m bench.interference $(ARGS)
 
 plan-rules: $(VENV)/installed  ## The field's rules of thumb about P:D ratios, checked by simulation. 15 minutes; ARGS=NAME for one case.

@@ -34,7 +34,9 @@ class Row:
     quiet_p50_s: float
     quiet_p99_s: float
     stalled: float
-    """Share of the streams' time that they spent in stalls."""
+    """Share of the streams' time that they spent in stalls, while a long prompt waited or was prefilled."""
+    stalled_else: float
+    """The same while none did: what machine and engine do by themselves."""
     prompts: int
     prompt_ttft_p50_s: float
     prompt_ttft_p99_s: float
@@ -70,6 +72,22 @@ def gaps_of(rounds: Iterable[Round], *, loaded: bool) -> list[float]:
     ]
 
 
+def _stalls(rounds: Iterable[Round], limit_s: float) -> tuple[float, float]:
+    """Seconds of the streams in gaps over ``limit_s`` that touch a long prompt's time to its first token, and in others."""
+    by_prompts_s = else_s = 0.0
+    for each in rounds:
+        waits = [(prompt.due_s, each.seconds if prompt.first_s is None else prompt.first_s) for prompt in each.prompts]
+        for answer in each.streams:
+            for end_s, gap_s in timed_gaps(answer):
+                if end_s < each.loaded_s or not gap_s > limit_s:
+                    continue
+                if any(due_s < end_s and end_s - gap_s < first_s for due_s, first_s in waits):
+                    by_prompts_s += gap_s
+                else:
+                    else_s += gap_s
+    return by_prompts_s, else_s
+
+
 def _of_each_stream(rounds: Iterable[Round]) -> list[float]:
     """The 99th percentile of the loaded gaps of each stream that was not cut short before it had any."""
     found = []
@@ -85,7 +103,8 @@ def row(name: str, rounds: Sequence[Round], prompt_tokens: int) -> Row:
     """One line of the table."""
     loaded, quiet = gaps_of(rounds, loaded=True), gaps_of(rounds, loaded=False)
     quiet_p50_s = _quantile(quiet, 0.5)
-    limit_s = STALL * quiet_p50_s
+    by_prompts_s, else_s = _stalls(rounds, STALL * quiet_p50_s)
+    known = bool(loaded and quiet)
     ttft_s = [_ttft(answer) for each in rounds for answer in each.prompts if answer.first_s is not None]
     starts_s = [
         _ttft(answer)
@@ -106,7 +125,8 @@ def row(name: str, rounds: Sequence[Round], prompt_tokens: int) -> Row:
         longest_s=max(loaded, default=math.nan),
         quiet_p50_s=quiet_p50_s,
         quiet_p99_s=_quantile(quiet, 0.99),
-        stalled=sum(gap for gap in loaded if gap > limit_s) / sum(loaded) if loaded and quiet else math.nan,
+        stalled=by_prompts_s / sum(loaded) if known else math.nan,
+        stalled_else=else_s / sum(loaded) if known else math.nan,
         prompts=len(ttft_s),
         prompt_ttft_p50_s=_quantile(ttft_s, 0.5),
         prompt_ttft_p99_s=_quantile(ttft_s, 0.99),

@@ -22,11 +22,11 @@ _GPUS = 2
 _EXAMPLES = """
 examples:
   python -m bench.interference
-      real vLLM: on two GPUs if this machine has them, else on its CPU; about eight minutes on two cores
+      real vLLM: on two GPUs if this machine has them, else on its CPU; about six minutes on two cores
   python -m bench.interference --quick
-      one round of each: about three minutes
+      one round of each: under three minutes
   python -m bench.interference --engine sim --quick
-      the simulated engine, half a minute: does the bench itself work here?
+      the simulated engine, under a minute: does the bench itself work here?
   python -m bench.interference --json numbers.json --out interference.svg --markdown interference.md
   python -m bench.interference --from numbers.json --out interference.svg
       nothing is measured: tables and picture of what was measured before

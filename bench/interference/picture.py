@@ -45,7 +45,7 @@ def draw(results: Results, path: Path) -> None:
             axis.set_title(_title(row(name, every[name], int(results.load["prompt_tokens"]))), loc="left")
             axis.set_ylabel("gap, ms")
         if names:
-            axes[0].legend(loc="upper left")
+            axes[0].legend(loc="lower left")
             axes[len(names) - 1].set_xlabel(
                 f"seconds of round {shown[names[0]].number}; a dot is a token: its gap to the one before"
             )

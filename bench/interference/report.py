@@ -40,16 +40,17 @@ def sheets(results: Results) -> list[Sheet]:
     return [
         Sheet(
             f"{load['streams']:g} streams, prompts of {load['prompt_tokens']:,g} tokens come every {load['every_s']:g} s; "
-            f"{rounds} round{'s' if rounds != 1 else ''}",
+            f"{rounds} round{'s' if rounds != 1 else ''}; ITL in ms",
             (
-                "ITL p50 ms",
-                "p99 ms",
+                "ITL p50",
+                "p99",
                 "p99 of rounds",
                 "p99 of a stream",
-                "longest ms",
-                "quiet p50 ms",
+                "longest",
+                "quiet p50",
                 "p99 ÷ quiet",
                 "stalled",
+                "else",
                 "tokens/s",
             ),
             tuple(
@@ -62,7 +63,8 @@ def sheets(results: Results) -> list[Sheet]:
                     _ms(each.longest_s),
                     _ms(each.quiet_p50_s),
                     _number(each.itl_p99_s / each.quiet_p50_s, "×"),
-                    "–" if math.isnan(each.stalled) else f"{each.stalled:.1%}",
+                    _share(each.stalled),
+                    _share(each.stalled_else),
                     _number(each.tokens_a_s),
                 )
                 for each in found
@@ -101,7 +103,8 @@ def sheets(results: Results) -> list[Sheet]:
 def notes(results: Results) -> list[str]:
     """What the tables mean, and where they are from."""
     lines = [
-        f"stalled: the share of the streams' time in gaps over {STALL:g} × their quiet p50; quiet: before any long prompt",
+        f"stalled: share of the streams' time in gaps over {STALL:g} × their quiet p50 while a long prompt had no token yet",
+        "else: the same while there was no such prompt; quiet: before the first one",
         f"p99 of fewer than 100 values is the largest of them; seed {results.seed}",
         *(f"{TITLES[name]}: {text}" for name, text in results.arrangements.items()),
         f"{results.engine} on {results.device}, {results.model}: {_listed(results.versions)}",
@@ -157,6 +160,10 @@ def _ms(seconds: float) -> str:
         return "–"
     ms = seconds * 1e3
     return f"{ms:,.0f}" if ms >= 100 else f"{ms:.1f}"
+
+
+def _share(value: float) -> str:
+    return "–" if math.isnan(value) else f"{value:.1%}"
 
 
 def _seconds(seconds: float) -> str:

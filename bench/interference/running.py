@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from bench.interference import client
+from bench.interference import client, pollers
 from bench.interference.arrangements import Arrangement
 from bench.interference.load import Ask
 from extproc.config import Config
@@ -27,6 +27,7 @@ _WARM_UP_S = 120.0
 _PROGRESS_S = 10.0
 _POLL_S = 0.2
 _GRACE_S = 3.0
+_LOOK_S = 1.0
 
 Say = Callable[[str], None]
 
@@ -135,6 +136,13 @@ class Running:
             if time.monotonic() > deadline_s:
                 raise PartError(f"{self.arrangement.name} does not serve a long prompt: {wrong}; logs are in {self._folder}")
             time.sleep(_POLL_S)
+
+    def settle(self) -> int:
+        """Threads that poll while nothing is asked give way where cores are shared; returns how many there are."""
+        pinned = [child for worker, child in zip(self.arrangement.workers, self._children, strict=False) if worker.cores]
+        if not pinned:
+            return 0
+        return pollers.put_behind(pollers.polling([pid for child in pinned for pid in child.pids()], _LOOK_S))
 
     def pause(self) -> None:
         """All its processes stand still: idle engines poll, and would take cores from the one that is measured."""

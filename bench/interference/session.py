@@ -87,8 +87,11 @@ class Session:
 
     def _warm(self, running: Running, number: int) -> None:
         took_s = running.warm_up(Script(self._options.load, self._options.seed, number).warm_up())
-        if number == _AHEAD_OF_ROUNDS:
-            self._say(f"  {TITLES[running.arrangement.name]}: a long prompt alone took {took_s:.1f} s")
+        if number != _AHEAD_OF_ROUNDS:
+            return
+        polling = running.settle()
+        behind = f"; {polling} polling threads come after others now" if polling else ""
+        self._say(f"  {TITLES[running.arrangement.name]}: a long prompt alone took {took_s:.1f} s{behind}")
 
     def _measure(self, running: Running, number: int) -> None:
         options, name = self._options, running.arrangement.name

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
@@ -11,11 +15,12 @@ from itertools import islice
 from pathlib import Path
 
 import aiohttp
+import msgspec
 import pytest
 from aiohttp import web
 
 from bench.interference import __main__ as command
-from bench.interference import client, options, picture, report, results
+from bench.interference import client, options, picture, pollers, report, results
 from bench.interference.arrangements import ARRANGEMENTS, Arrangement, Setting, arrangement
 from bench.interference.load import LOADS, Ask, Load, Script, changed
 from bench.interference.numbers import row
@@ -173,6 +178,37 @@ def test_the_command_says_what_is_wrong_and_fails(tmp_path: Path, capsys: pytest
     assert "picture.gif" in capsys.readouterr().out
 
 
+# --- threads that poll ---------------------------------------------------------------------------------------------
+
+
+_POLLS = """
+import threading, sys
+def poll():
+    while True:
+        pass
+threading.Thread(target=poll, daemon=True).start()
+print("up", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_thread_that_polls_is_found_and_comes_after_the_main_thread() -> None:
+    process = subprocess.Popen([sys.executable, "-c", _POLLS], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None and process.stdout.readline() == b"up\n"
+        found: list[int] = []
+        while not found:  # it may wait long for a core of a machine that is busy
+            found = pollers.polling([process.pid], 0.3)
+        assert len(found) == 1 and found[0] != process.pid
+        assert pollers.put_behind(found) == 1
+        assert os.getpriority(os.PRIO_PROCESS, found[0]) >= 10
+        assert os.getpriority(os.PRIO_PROCESS, process.pid) == os.getpriority(os.PRIO_PROCESS, 0), "only that thread"
+    finally:
+        process.kill()
+        process.communicate()
+    assert pollers.put_behind(found) == 0, "it is gone, which is no error"
+
+
 # --- the client -------------------------------------------------------------------------------------------------------
 
 
@@ -280,6 +316,7 @@ def test_the_row_of_a_round_is_what_its_tokens_say() -> None:
     assert found.gaps == 20 and (found.itl_p50_s, found.itl_p99_s, found.longest_s) == (0.1, 1.0, 1.0)
     assert found.quiet_p50_s == pytest.approx(0.1), "before the first long prompt only"
     assert found.stalled == pytest.approx(1.0 / (19 * 0.1 + 1.0)), "one gap of 1 s among 19 of 0.1 s"
+    assert found.stalled_else == 0.0
     assert found.prompt_ttft_p50_s == 1.5, "from when it was due"
     assert (found.starts, found.stream_ttft_p50_s) == (1, 0.25), "only what began after the first long prompt"
     assert found.tokens_a_s == pytest.approx((20 + 1) / 4.0)
@@ -290,6 +327,12 @@ def test_the_row_of_a_round_is_what_its_tokens_say() -> None:
 def test_a_gap_that_is_usual_for_the_arrangement_is_no_stall() -> None:
     assert row("apart", [a_round(stall_ms=250.0)], 400).stalled == 0.0
     assert row("apart", [a_round(stall_ms=350.0)], 400).stalled > 0.1
+
+
+def test_a_stall_with_no_long_prompt_about_is_not_blamed_on_one() -> None:
+    prompts = [Answer(due_s=2.0, first_s=2.5), Answer(due_s=5.0, first_s=5.5)]
+    found = row("colocated", [msgspec.structs.replace(a_round(), prompts=prompts)], 400)
+    assert (found.stalled, found.stalled_else) == (0.0, pytest.approx(1.0 / 2.9)), "it was between 2.95 and 3.95 s"
 
 
 def test_rounds_are_pooled_and_their_spread_is_kept() -> None:
@@ -351,3 +394,20 @@ def test_what_is_written_is_read_again_and_drawn_the_same(tmp_path: Path) -> Non
 def test_tables_of_a_simulation_say_that_they_are_of_one() -> None:
     assert "The engines are simulated" in report.markdown(some_results(engine="sim"))
     assert "simulated" not in report.markdown(some_results())
+
+
+def test_table_and_picture_of_the_document_are_what_the_measured_numbers_come_to(tmp_path: Path) -> None:
+    measured = results.read(ROOT / "bench" / "interference" / "measured.json")
+    text = (ROOT / "docs" / "interference.md").read_text(encoding="utf-8")
+    assert report.markdown(measured) in text
+    assert not measured.failures and not report.fault_lines(measured)
+    assert measured.command in text and str(measured.seed) in measured.command
+    picture.draw(measured, tmp_path / "interference.svg")
+    assert (tmp_path / "interference.svg").read_bytes() == (ROOT / "docs" / "interference.svg").read_bytes()
+
+
+def test_every_option_that_the_document_names_is_one() -> None:
+    text = (ROOT / "docs" / "interference.md").read_text(encoding="utf-8")
+    known = options._parser().format_help()
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)) - {"--no-enable-chunked-prefill", "--data-parallel-size"}
+    assert named and all(name in known for name in named), named
