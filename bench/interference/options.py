@@ -101,6 +101,9 @@ def parse(arguments: Sequence[str]) -> Options:
             f"--threshold-tokens {options.threshold_tokens}: the long prompts, of {options.load.prompt_tokens} tokens, "
             "are to be handed over"
         )
+    for option, file in (("--json", options.json), ("--out", options.out), ("--markdown", options.markdown)):
+        if file is not None and not file.parent.is_dir():  # said now, and not when everything has been measured
+            raise OptionsError(f"{option} {file}: there is no folder {file.parent}")
     return options
 
 

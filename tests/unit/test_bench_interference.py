@@ -148,6 +148,7 @@ def test_on_gpus_both_sides_have_two_of_them() -> None:
         ("--rounds 0", "--rounds 0: 1 to 100"),
         ("--cores 1000", "--cores 1000: this process may use"),
         ("--window 1", "--window: in 1 s no long prompt comes"),
+        ("--json nowhere/numbers.json", "--json nowhere/numbers.json: there is no folder nowhere"),
         ("--threshold-tokens 9999", "--threshold-tokens 9999: the long prompts, of 768 tokens"),
     ],
 )
