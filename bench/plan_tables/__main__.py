@@ -44,7 +44,8 @@ def main(arguments: Sequence[str]) -> int:
         if options.read is not None:
             found = results.read(options.read)
         else:
-            found = running.run(seed=options.seed, quick=options.quick, processes=options.processes, say=say)
+            seeds = range(options.seed, options.seed + (1 if options.quick else options.seeds))
+            found = running.run(seeds=seeds, quick=options.quick, processes=options.processes, say=say)
         tables = report.markdown(found, Constants())
         sys.stdout.write(tables + "\n")
         if options.json is not None:
@@ -70,7 +71,8 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--quick", action="store_true", help="short runs, rough rates")
-    parser.add_argument("--seed", type=int, default=0, help="of arrivals and of the router (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="the first, of arrivals and of the router (default: 0)")
+    parser.add_argument("--seeds", type=_count, default=3, help="so many for the five rows (default: 3; quick: 1)")
     parser.add_argument("--processes", type=_count, default=os.cpu_count() or 1, help="simulations at once (default: cores)")
     parser.add_argument("--from", dest="read", type=Path, metavar="FILE", help="results to report instead of simulating")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results, too")

@@ -41,8 +41,9 @@ class Constants:
     chunk_tokens: int = 512
     """Of the row with chunked prefill: the largest power of two with which a stream can be within the ITL limit."""
     pd_chunk_tokens: int = 8192
-    tcp: str = "eth-100"
-    """One port of 100 Gb/s a worker, several connections, as :mod:`extproc.plan.links` has it."""
+    tcp_bytes_a_s: float = 5.0e9
+    """FITTED to the row `P/D over TCP`, by its TTFT: it is 1.83 s longer than over NIXL, and a prompt's KV is 9.2 GB. Of one
+    port a worker; :mod:`extproc.plan.links` assumes 3.5 GB/s for one connection and 9 for several on 100 Gb/s."""
     nixl: str = "ib-400"
     """One port a GPU, 45 GB/s."""
     prefix_share: float = 0.95
@@ -111,7 +112,9 @@ def rows(constants: Constants) -> list[Row]:
         link=link(constants.nixl),
         chunk_tokens=constants.pd_chunk_tokens,
     )
-    tcp = replace(nixl, name="tcp", link=link(constants.tcp))
+    ethernet = link("eth-100")
+    slow = replace(ethernet, name="tcp", efficiency=constants.tcp_bytes_a_s / ethernet.peak_bytes_a_s)
+    tcp = replace(nixl, name="tcp", link=slow)
     gpus = constants.prefill * constants.tensor_parallel
     cache = SharedCache(
         name="host memory",

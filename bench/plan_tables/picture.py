@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 
 from bench.plan_tables import published
 from bench.plan_tables.published import ROWS
@@ -16,14 +17,14 @@ _HEIGHT = 0.26
 
 def draw(results: Results, path: Path) -> None:
     """Raises PictureError, OSError."""
-    both = [each.both for each in results.main]
-    only = [each.ttft_only for each in results.main]
+    both = [each.both for each in results.first]
+    only = [each.ttft_only for each in results.first]
     panels = (
         (
             "goodput, requests/s",
             [row.goodput_per_s for row in ROWS],
-            [each.rate_per_s for each in both],
-            [each.rate_per_s for each in only],
+            [fmean(each.both.rate_per_s for each in row) for row in results.main],
+            [fmean(each.ttft_only.rate_per_s for each in row) for row in results.main],
             None,
         ),
         (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import fields
+from statistics import fmean
 
 from bench.plan_tables import published
 from bench.plan_tables.cluster import NOTHING_SHARED, Constants
@@ -13,7 +14,7 @@ from bench.plan_tables.published import ROWS
 from bench.plan_tables.results import Results
 from bench.plan_tables.roofline import demand
 
-FITTED = {"prefix_share": published.BASE}
+FITTED = {"prefix_share": published.BASE, "tcp_bytes_a_s": "tcp"}
 """Constant -> the row that it was fitted to."""
 
 WITHIN = 0.25
@@ -38,7 +39,7 @@ def markdown(results: Results, constants: Constants) -> str:
 
 def _goodput(results: Results) -> str:
     """Rates, and ratios to the base row, by both ways to count."""
-    base = {each.key: each for each in results.main}[published.BASE]
+    base = next(each for each in results.main if each[0].key == published.BASE)
     base_row = next(row for row in ROWS if row.key == published.BASE)
     lines = [
         "| | published | simulated, both limits | simulated, TTFT limit only | published ratio | simulated ratio, both "
@@ -47,20 +48,23 @@ def _goodput(results: Results) -> str:
     ]
     for row, found in zip(ROWS, results.main, strict=True):
         ratio = row.goodput_per_s / base_row.goodput_per_s
+        both, base_both = ([each.both.rate_per_s for each in of] for of in (found, base))
+        only, base_only = ([each.ttft_only.rate_per_s for each in of] for of in (found, base))
         cells = [
             row.name + (" (fitted)" if row.key in FITTED.values() else ""),
             f"{row.goodput_per_s:.1f}/s",
-            f"{found.both.rate_per_s:.1f}/s",
-            f"{found.ttft_only.rate_per_s:.1f}/s",
+            _mean(both),
+            _mean(only),
             f"{ratio:.2f}",
-            _off(found.both.rate_per_s / base.both.rate_per_s, ratio),
-            _off(found.ttft_only.rate_per_s / base.ttft_only.rate_per_s, ratio),
+            _off(fmean(both) / fmean(base_both), ratio),
+            _off(fmean(only) / fmean(base_only), ratio),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     long = results.long_chunks
     lines.append(
-        f"| the same with chunks of 2,048 | | {long.both.rate_per_s:.1f}/s | {long.ttft_only.rate_per_s:.1f}/s | | "
-        f"{long.both.rate_per_s / base.both.rate_per_s:.2f} | {long.ttft_only.rate_per_s / base.ttft_only.rate_per_s:.2f} |"
+        f"| colocated, chunks of 2,048 | | {_mean([long.both.rate_per_s])} | {_mean([long.ttft_only.rate_per_s])} | | "
+        f"{long.both.rate_per_s / base[0].both.rate_per_s:.2f} | "
+        f"{long.ttft_only.rate_per_s / base[0].ttft_only.rate_per_s:.2f} |"
     )
     return "\n".join(lines)
 
@@ -73,8 +77,8 @@ def _latency(results: Results) -> str:
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     rows = [(row.name, f"{row.itl_p99_ms:g} ms", f"{row.ttft_mean_ms:,g} ms") for row in ROWS]
-    measured = [*results.main, results.long_chunks]
-    rows.append(("chunks of 2,048", "", ""))
+    measured = [*results.first, results.long_chunks]
+    rows.append(("colocated, chunks of 2,048", "", ""))
     for (name, itl, ttft), found in zip(rows, measured, strict=True):
         both, only = found.both, found.ttft_only
         cells = (
@@ -98,10 +102,10 @@ def _verdict(results: Results) -> str:
     """Whether order and ratios came out, in words."""
     lines = []
     for title, rates in (
-        ("both limits", [each.both.rate_per_s for each in results.main]),
-        ("TTFT limit only", [each.ttft_only.rate_per_s for each in results.main]),
+        ("both limits", [fmean(each.both.rate_per_s for each in row) for row in results.main]),
+        ("TTFT limit only", [fmean(each.ttft_only.rate_per_s for each in row) for row in results.main]),
     ):
-        order = [_NAMES[key] for key in _ordered(results.main, rates)]
+        order = [_NAMES[key] for key in _ordered(rates)]
         same = order == [row.name for row in sorted(ROWS, key=lambda row: row.goodput_per_s)]
         lines.append(
             f"* {title}: order {'as published' if same else 'differs: ' + ' < '.join(order)}; "
@@ -110,8 +114,8 @@ def _verdict(results: Results) -> str:
     return "\n".join(lines)
 
 
-def _ordered(measured: Sequence[Measured], rates: Sequence[float]) -> list[str]:
-    return [each.key for _, each in sorted(zip(rates, measured, strict=True), key=lambda pair: pair[0])]
+def _ordered(rates: Sequence[float]) -> list[str]:
+    return [row.key for _, row in sorted(zip(rates, ROWS, strict=True), key=lambda pair: pair[0])]
 
 
 def _near(rates: Sequence[float]) -> int:
@@ -172,6 +176,12 @@ def summary(found: Measured) -> str:
 
 def _rate(reading: Reading) -> str:
     return f"{reading.rate_per_s:.1f}/s (mean TTFT {_ms(reading.ttft_mean_s)}, p99 ITL {_ms(reading.itl_p99_s)})"
+
+
+def _mean(rates: Sequence[float]) -> str:
+    """The mean over the seeds, with the lowest and the highest."""
+    between = f" ({min(rates):.1f} to {max(rates):.1f})" if len(rates) > 1 else ""
+    return f"{fmean(rates):.1f}/s{between}"
 
 
 def _off(found: float, wanted: float) -> str:

@@ -20,19 +20,21 @@ class ResultsError(ValueError):
 class Results:
     """Everything that the report needs."""
 
-    seed: int
+    seeds: Sequence[int]
     quick: bool
     machine: dict[str, str]
-    main: Sequence[Measured]
-    """The five rows, in their order."""
+    cpu_s: int
+    """CPU time of all searches."""
+    main: Sequence[Sequence[Measured]]
+    """The five rows, in their order, each with every seed."""
     long_chunks: Measured
     nothing_shared: Sequence[Measured]
+    """Of the first seed, as the one above."""
 
     @property
-    def cpu_s(self) -> float:
-        """CPU time of all searches."""
-        # The first row of `nothing_shared` is that of `main`.
-        return sum(each.cpu_s for each in (*self.main, self.long_chunks, *self.nothing_shared[1:]))
+    def first(self) -> list[Measured]:
+        """The five rows with the first seed."""
+        return [each[0] for each in self.main]
 
 
 def write(results: Results, path: Path) -> None:

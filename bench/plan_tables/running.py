@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import queue
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
@@ -32,57 +32,71 @@ class Job:
 
     group: str
     row: Row
+    seed: int
 
 
-def jobs() -> list[Job]:
-    """Those of a run. What serves most has most to simulate, and goes first."""
+def jobs(seeds: Sequence[int]) -> list[Job]:
+    """Those of a run: the five rows with every seed, the rest with the first. What serves most takes longest and goes first."""
+    first = seeds[0]
     found = [
-        *(Job("main", row) for row in rows(Constants())),
-        *(Job("chunks of 2,048", row) for row in rows(LONG_CHUNKS) if row.key == "chunked"),
+        *(Job("main", row, seed) for seed in seeds for row in rows(Constants())),
+        *(Job("chunks of 2,048", row, first) for row in rows(LONG_CHUNKS) if row.key == "chunked"),
         # Colocated workers that cache nothing do not see whether prompts share anything.
-        *(Job("nothing shared", row) for row in rows(NOTHING_SHARED) if row.key != "colocated"),
+        *(Job("nothing shared", row, first) for row in rows(NOTHING_SHARED) if row.key != "colocated"),
     ]
     return sorted(found, key=lambda job: (job.group != "main", -job.row.guess_per_s))
 
 
-def run(*, seed: int, quick: bool, processes: int, say: Say) -> Results:
+def run(*, seeds: Sequence[int], quick: bool, processes: int, say: Say) -> Results:
     """Raises PlanError."""
     stretch = _QUICK if quick else FULL
-    todo = jobs()
-    say(f"{len(todo)} searches in {processes} processes, seed {seed}, {stretch.counted_s:g} s of each run counted")
-    done: dict[tuple[str, str], Measured] = {}
+    todo = jobs(seeds)
+    say(f"{len(todo)} searches in {processes} processes, seeds {_words(seeds)}, {stretch.counted_s:g} s of each run counted")
+    done: dict[tuple[str, str, int], Measured] = {}
     context = multiprocessing.get_context("forkserver")
     with context.Manager() as manager, ProcessPoolExecutor(processes, mp_context=context) as pool:
         lines = manager.Queue()
         resolution = _QUICK_RESOLUTION if quick else _RESOLUTION
-        waiting = {pool.submit(_search, job, stretch, seed, resolution, lines): job for job in todo}
+        waiting = {pool.submit(_search, job, stretch, resolution, lines): job for job in todo}
         try:
             while waiting:
                 _pass_on(lines, say)
                 for future in [each for each in waiting if each.done()]:
                     job, measured = waiting.pop(future), future.result()
-                    done[job.group, job.row.key] = measured
-                    say(f"{job.group}, {report.summary(measured)}; {len(waiting)} searches left")
+                    done[job.group, job.row.key, job.seed] = measured
+                    say(f"{job.group}, seed {job.seed}, {report.summary(measured)}; {len(waiting)} searches left")
                 time.sleep(_LOOK_S)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             for process in multiprocessing.active_children():
                 process.terminate()
             raise
-    done["nothing shared", "colocated"] = done["main", "colocated"]
+    first = seeds[0]
+    done["nothing shared", "colocated", first] = done["main", "colocated", first]
     keys = [row.key for row in rows(Constants())]
     return Results(
-        seed=seed,
+        seeds=list(seeds),
         quick=quick,
         machine=machine(),
-        main=[done["main", key] for key in keys],
-        long_chunks=done["chunks of 2,048", "chunked"],
-        nothing_shared=[done["nothing shared", key] for key in keys],
+        cpu_s=round(sum(done[job.group, job.row.key, job.seed].cpu_s for job in todo)),
+        main=[[done["main", key, seed] for seed in seeds] for key in keys],
+        long_chunks=done["chunks of 2,048", "chunked", first],
+        nothing_shared=[done["nothing shared", key, first] for key in keys],
     )
 
 
-def _search(job: Job, stretch: Stretch, seed: int, resolution: float, lines: queue.Queue[str]) -> Measured:
-    return measure(job.row, stretch, seed=seed, resolution=resolution, say=lambda text: lines.put(f"  {job.group}, {text}"))
+def _words(seeds: Sequence[int]) -> str:
+    return ", ".join(map(str, seeds))
+
+
+def _search(job: Job, stretch: Stretch, resolution: float, lines: queue.Queue[str]) -> Measured:
+    return measure(
+        job.row,
+        stretch,
+        seed=job.seed,
+        resolution=resolution,
+        say=lambda text: lines.put(f"  {job.group}, seed {job.seed}, {text}"),
+    )
 
 
 def _pass_on(lines: queue.Queue[str], say: Say) -> None:
