@@ -76,7 +76,7 @@ def front(
         tree = msgspec.to_builtins(base)
         tree["warm_up"]["enabled"] = False  # tests count what comes to the workers
         for section, values in (settings or {}).items():
-            tree[section] |= values
+            tree[section] = {**(tree[section] or {}), **values}
         config = msgspec.convert(tree, Config)
         config_file, envoy_file = write_configs(config, folder)
         filter_ = parts.enter_context(Child("filter", filter_command(config_file), log=folder / "filter.log"))
