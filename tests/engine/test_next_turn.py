@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -180,3 +182,32 @@ def test_what_nobody_can_use_is_given_back_at_once_and_a_stream_keeps_it_to_the_
     assert kv_usage(both.decode_url) > 0, "vLLM 0.32 keeps those of a stream, too, and names them to nobody"
     took_s = until(lambda: kv_usage(both.decode_url) == 0, TTL_S + 15.0, every_s=0.2)
     assert took_s > TTL_S / 2
+
+
+_WHAT_VLLM_DOES = """
+from types import SimpleNamespace
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import NixlPullConnectorScheduler as Scheduler
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBaseConnectorWorker as Worker
+
+prefill = Scheduler.__new__(Scheduler)
+prefill.is_bidirectional_kv_xfer_enabled, prefill.kv_recompute_threshold, prefill.use_host_buffer = False, 64, False
+prefill._reqs_in_batch, prefill._reqs_need_recv = set(), {}
+params = {"do_remote_decode": True, "remote_block_ids": [[1, 2, 3, 4]], "remote_engine_id": "e", "remote_request_id": "r"}
+params |= {"remote_host": "h", "remote_port": 1, "remote_num_tokens": 100}
+request = SimpleNamespace(kv_transfer_params=params, num_prompt_tokens=200, request_id="p", prompt_token_ids=[0] * 200)
+counted_on, waits = prefill.get_num_new_matched_tokens(request, 0)
+prefill.update_state_after_alloc(request, None, counted_on)
+print(counted_on, waits, prefill._reqs_need_recv)
+reader = Worker.__new__(Worker)
+reader._has_mamba = False
+print(reader._apply_prefix_caching([[7, 8, 9]], [[1, 2, 3, 4]], 1, 1)[1])
+"""
+
+
+def test_what_is_worked_around_is_what_vllm_does() -> None:
+    """A prefill worker without the setting counts on tokens that it does not fetch; of four blocks the *last* three are read.
+
+    If this fails, vLLM has changed, and docs/routing.md and extproc/handoff/nixl_turn.py with it.
+    """
+    done = subprocess.run([sys.executable, "-c", _WHAT_VLLM_DOES], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.splitlines()[-2:] == ["100 True {}", "[[2, 3, 4]]"], done.stdout + done.stderr
