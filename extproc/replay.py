@@ -384,6 +384,7 @@ class _Run:
             deadline_s=now_s + _PATIENCE_S,
             tenant=self._tenant(number),
             answer_tokens=request.output_tokens,
+            handoff=request.output_tokens > 1,  # as the filter: nothing is left to decode
         )
         journey.ticket = self._dispatcher.submit(job, now_s)
         self._by_ticket[journey.ticket] = journey

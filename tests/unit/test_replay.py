@@ -13,7 +13,7 @@ from extproc.replay import Placed, Refused, Setup, capacity, chain_of_ids, repla
 from extproc.replay_command import POLICIES, ReplayOptions, as_json, routing_of, run_replay
 from extproc.replay_index import Index, filters
 from extproc.replay_peers import CacheAware, Turns
-from extproc.routing.job import Aims, Mode
+from extproc.routing.job import Aims, Mode, Objective
 from extproc.routing.settings import Routing
 from workers import goodput, traces
 from workers.goodput import Status
@@ -117,6 +117,16 @@ def test_a_decode_worker_that_does_it_all_stalls_its_streams():
     whole, apart = (goodput.summary(results(requests, policy).outcomes) for policy in (Whole, Turns))
     assert whole.itl_p99_s > 5 * apart.itl_p99_s
     assert whole.hit_ratio > 0
+
+
+def test_an_answer_of_one_token_is_the_decode_workers_alone_as_with_the_filter():
+    """A handed-over one would also shift the turns of all that come after it."""
+    requests = [Request(float(i), 2_000, 1 if i == 1 else 20, (4 * i, 4 * i + 1, 4 * i + 2, 4 * i + 3)) for i in range(4)]
+    dispatcher, _ = filters(SETUP, routing_of(Routing(), SETUP), Index.PREDICTED, 1)
+    turns = Aims(objective=Objective.ROUND_ROBIN, mode=Mode.DISAGGREGATE, held=False)
+    replayed = replay(requests, dispatcher, SETUP, lambda _: turns)
+    prefills = [placed.prefill for placed in replayed.placed if isinstance(placed, Placed)]
+    assert prefills[1] is None and sorted(prefills[0::2] + prefills[3:]) == sorted(SETUP.prefill_addresses)
 
 
 def test_chains_agree_as_far_as_the_ids():
