@@ -21,6 +21,8 @@ from extproc import bounded
 from extproc.config import Config, WarmUp
 from extproc.errors import ApiError, RelayedError
 from extproc.handoff import Connector, Flow, Handoff, HandoffError, Pair
+from extproc.handoff.nixl_turn import kept_after
+from extproc.handoff.remote_hosts import RemoteHosts
 from extproc.observe.load import Scrape, parse
 from extproc.observe.pulse import Pulse
 from extproc.prefill import PrefillClient
@@ -61,6 +63,7 @@ class Meeting:
         self._max_bytes = config.prefill.max_reply_bytes
         self._metrics_max_bytes = config.scrape.max_bytes
         self._max_age_s = config.handoff.lease_s * config.handoff.max_age_share
+        self._hosts = RemoteHosts(config.handoff.remote_hosts) if config.handoff.next_turn.enabled else None
         self._connect_s = config.prefill.connect_timeout_s
         self._client = PrefillClient(msgspec.structs.replace(config.prefill, via="direct"), link)
         self._link = link
@@ -170,6 +173,9 @@ class Meeting:
                 give_back = partial(self._releaser.release, handoff)
                 raise MeetingError(f"{pair.decode}: the decode worker answered {response.status}: {_shown(answer)}")
             unread.pop_all()
+        kept = None if self._hosts is None else kept_after(answer, pair.decode, self._hosts)
+        if kept is not None:
+            self._releaser.release(kept)  # there is no next turn
 
     async def _look(self, decode: str) -> Scrape:
         """What the worker counts; nothing, if it does not say."""

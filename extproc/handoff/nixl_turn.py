@@ -107,6 +107,22 @@ class _Place(msgspec.Struct, frozen=True):
 _place_decoder = msgspec.json.Decoder(_Place)
 
 
+class _Answer(msgspec.Struct, frozen=True):
+    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
+
+
+_answer_decoder = msgspec.json.Decoder(_Answer)
+
+
+def kept_after(answer: bytes, decode: str, hosts: RemoteHosts) -> Handoff | None:
+    """Blocks that ``decode`` keeps after this answer of its, to be released; None: it names none."""
+    try:
+        raw = bytes(_answer_decoder.decode(answer).kv_transfer_params)
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    return release_of(raw, decode, hosts)
+
+
 def release_of(raw: bytes, decode: str, hosts: RemoteHosts) -> Handoff | None:
     """The same as :meth:`KeptBlocks.release`, of blocks that cannot be read; None: not even that can be said of them."""
     try:

@@ -359,3 +359,13 @@ async def test_without_the_setting_blocks_are_named_to_the_client_and_stay_to_th
         await world.nothing_kept()
         assert world.decodes[0].violations.counts == {"turn_unused": 1}
         assert await world.outcomes() == {}
+
+
+async def test_the_filters_own_handoffs_leave_nothing_behind() -> None:
+    async with turns(decodes=2, warm_up={"enabled": True}) as world:
+        async with asyncio.timeout(READY_S):
+            while (await world.stack.metrics()).get('baton_warm_up_total{outcome="ok"}') != 2:
+                await asyncio.sleep(0.05)
+        await world.nothing_kept()
+        world.assert_nothing_wrong()
+        assert all(not each.violations.counts for each in world.engines)

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from extproc import config
 from extproc.handoff import Handoff, HandoffError
-from extproc.handoff.nixl_turn import KeptBlocks, release_of
+from extproc.handoff.nixl_turn import KeptBlocks, kept_after, release_of
 from extproc.handoff.remote_hosts import RemoteHosts
 from extproc.next_turn.answer import Events, Whole
 from extproc.next_turn.outcomes import OUTCOMES
@@ -345,6 +345,10 @@ def test_blocks_that_cannot_be_read_can_still_be_given_back() -> None:
     assert given["do_remote_prefill"] is True and given["remote_block_ids"] == [[1], [2]]
     assert release_of(params(remote_host="elsewhere"), "10.0.0.7:8200", RemoteHosts(["worker"])) is None
     assert release_of(b'{"a": 1}', "d0", RemoteHosts([])) is None
+    after = kept_after(b'{"kv_transfer_params": ' + several + b"}", "d0", RemoteHosts([]))
+    assert after is not None and after.params == found.params
+    for answer in (b'{"kv_transfer_params": null}', b"{}", b"no"):
+        assert kept_after(answer, "d0", RemoteHosts([])) is None
 
 
 def test_every_outcome_is_explained_where_people_look() -> None:
