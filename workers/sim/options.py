@@ -45,9 +45,7 @@ class SimOptions:
     enable_prefix_caching: bool = _option(True, "keep blocks for later prompts with the same start")
     kv_lease_duration_s: float = _option(30.0, "how long a finished prefill's blocks wait; wall-clock, whatever the speed")
     kv_load_failure_policy: str = _option("fail", "a pull that fails: fail (500) or recompute (200, slowly)")
-    bidirectional_kv_xfer: bool = _option(
-        False, "keep the blocks of an answer for the next turn, and read such blocks"
-    )
+    bidirectional_kv_xfer: bool = _option(False, "keep the blocks of an answer for the next turn, and read such blocks")
     decoder_kv_blocks_ttl_s: float = _option(480.0, "how long they are kept; wall-clock, whatever the speed")
     side_channel_timeout_s: float = _option(5.0, "when an unreachable prefill worker counts as gone; wall-clock")
     handshake_s: float = _option(Profile.handshake_s, "the first transfer between two engines takes so much longer")
