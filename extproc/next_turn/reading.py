@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import asyncio
+from array import array
+from functools import partial
+from typing import TYPE_CHECKING, TypeAlias
 
 from extproc.handoff import HandoffError
 from extproc.handoff.nixl_turn import KeptBlocks, release_of
 from extproc.next_turn.answer import Events, Told, Whole
 from extproc.paths import Treatment
-from extproc.tokens.ids import unpack
+from extproc.tokens.ids import AT_ONCE_BYTES, unpack
 
 if TYPE_CHECKING:
     from extproc.next_turn.store import NextTurns
@@ -16,6 +19,8 @@ if TYPE_CHECKING:
     from extproc.wire import ResponseHeaders
 
 _OK = 200
+
+_Ids: TypeAlias = "array[int] | None"
 
 
 class Reading:
@@ -88,10 +93,21 @@ class Reading:
 
     def _keep(self, blocks: KeptBlocks, told: Told) -> None:
         wanted = self._wanted
-        prompt = answer = None
-        if wanted is not None and wanted.circumstances and not wanted.media and told.prompt_ids and told.answer_ids:
-            prompt, answer = unpack(told.prompt_ids), unpack(told.answer_ids)
-        if wanted is None or not prompt or not answer:
+        since_s = self._turns.since_s(self._sent_s)
+        if wanted is None or not wanted.circumstances or wanted.media or told.prompt_ids is None or told.answer_ids is None:
+            self._turns.give_back(blocks.release(), "no_ids")
+        elif len(told.prompt_ids) + len(told.answer_ids) <= AT_ONCE_BYTES:
+            self._put(blocks, wanted, since_s, unpack(told.prompt_ids), unpack(told.answer_ids))
+        else:
+            work = asyncio.get_running_loop().run_in_executor(None, _both, told.prompt_ids, told.answer_ids)
+            work.add_done_callback(partial(self._unpacked, blocks, wanted, since_s))
+
+    def _unpacked(self, blocks: KeptBlocks, wanted: Wanted, since_s: float, work: asyncio.Future[tuple[_Ids, _Ids]]) -> None:
+        if not work.cancelled():
+            self._put(blocks, wanted, since_s, *work.result())
+
+    def _put(self, blocks: KeptBlocks, wanted: Wanted, since_s: float, prompt: _Ids, answer: _Ids) -> None:
+        if not prompt or not answer:
             self._turns.give_back(blocks.release(), "no_ids")
             return
         self._turns.keep(
@@ -101,5 +117,9 @@ class Reading:
             model=self._model,
             lora=wanted.lora,
             cache_salt=wanted.salt,
-            sent_s=self._sent_s,
+            since_s=since_s,
         )
+
+
+def _both(prompt: bytes, answer: bytes) -> tuple[_Ids, _Ids]:
+    return unpack(prompt), unpack(answer)

@@ -131,6 +131,10 @@ class NextTurns:
         """Count what became of an answer or a prompt; one of :data:`~extproc.next_turn.outcomes.OUTCOMES`."""
         self._count.inc(outcome)
 
+    def since_s(self, sent_s: float) -> float:
+        """A decode worker, which got its request at ``sent_s``, did not begin to keep what is read now before this."""
+        return max(sent_s, self._not_before())
+
     # -- after an answer ---------------------------------------------------------------------------------------------------
 
     def keep(
@@ -142,11 +146,11 @@ class NextTurns:
         model: str,
         lora: str | None,
         cache_salt: str | None,
-        sent_s: float,
+        since_s: float,
     ) -> None:
         """An answer named ``blocks``, which hold the tokens ``ids``: those of its prompt, and then its own.
 
-        ``sent_s``: when the decode worker got the request.
+        ``since_s`` of it.
         """
         self._sweep()
         endpoint = self._pool.get(blocks.decode)
@@ -162,7 +166,6 @@ class NextTurns:
             self.give_back(blocks.release(), "unusable")
             return
         chain = TokenChain(ids[:tokens], lora=lora, cache_salt=cache_salt)
-        since_s = max(sent_s, self._not_before())  # the decode worker did not begin to keep them before this
         turn = Turn(blocks, chain, prompt_tokens, model, endpoint, since_s + self._settings.ttl_s - self._settings.margin_s)
         if turn.bytes > self._settings.max_bytes or turn.expires_s <= self._clock():
             self.give_back(blocks.release(), "unusable")

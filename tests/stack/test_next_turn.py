@@ -369,3 +369,16 @@ async def test_the_filters_own_handoffs_leave_nothing_behind() -> None:
         await world.nothing_kept()
         world.assert_nothing_wrong()
         assert all(not each.violations.counts for each in world.engines)
+
+
+async def test_a_long_conversation_is_remembered_beside_the_event_loop() -> None:
+    async with turns() as world:
+        rules = SYSTEM * 20
+        body = {"messages": [{"role": "user", "content": rules}], "max_tokens": 2000}
+        answer = (await world.ask(CHAT, body))["choices"][0]["message"]["content"]
+        await world.until(kept=1)
+        more = [*body["messages"], {"role": "assistant", "content": answer}, {"role": "user", "content": "Go on."}]
+        await world.chat(more)
+        assert world.read_tokens > 1900
+        await world.until(kept=2, read=1)
+        world.assert_nothing_wrong()

@@ -82,7 +82,8 @@ class Shelf:
         )
 
     def keep(self, raw: bytes | None = None, ids: list[int] | None = None, decode: str = "d0", **more: Any) -> None:
-        given = {"model": "m", "lora": None, "cache_salt": None, "sent_s": self.now_s - 5, **more}
+        since_s = self.turns.since_s(more.pop("sent_s", self.now_s - 5))
+        given = {"model": "m", "lora": None, "cache_salt": None, "since_s": since_s, **more}
         self.turns.keep(kept(raw or params(), decode), array("I", ids or PROMPT + ANSWER), len(PROMPT), **given)
 
     def find(self, *parts: list[int], model: str = "m", **more: Any) -> Turn | None:
