@@ -32,6 +32,7 @@ from workers.traces import BLOCK_TOKENS, Request
 
 _TRACE = Path(__file__).parent / "traces" / "mooncake_synthetic.jsonl.gz"
 _MOVED_S = 0.02
+_WIDTH = 110
 _AIMS = Aims(ttft_slo_s=goodput.TTFT_SLO_S, itl_slo_s=goodput.ITL_SLO_S)
 
 
@@ -155,7 +156,7 @@ def main() -> None:
     given = vars(options.parse_args())
     indexes = [Index(each) for each in given.pop("index")]
     question = Question(**given)
-    console, requests = Console(), load(question)
+    console, requests = Console(width=_WIDTH), load(question)
     found: dict[Index, list[Summary]] = {}
     for index in indexes:
         for run in range(question.runs):
