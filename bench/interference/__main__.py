@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from pathlib import Path
 from rich.console import Console
 
 from bench.interference import picture, report, results
+from bench.interference.interrupts import Interrupts
 from bench.interference.options import Options, OptionsError, parse
 from bench.interference.results import Results, ResultsError
 from bench.interference.running import Say
@@ -38,7 +38,6 @@ def main(arguments: list[str]) -> int:
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False)
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         options = parse(arguments)
         if options.out is not None:
@@ -51,6 +50,8 @@ def main(arguments: list[str]) -> int:
     except (UpError, ModelError, OSError) as error:
         say(f"bench: {error}")
         return 1
+    except KeyboardInterrupt:
+        return _INTERRUPTED
     for sheet in report.sheets(measured) if measured.rounds else []:
         console.print()
         console.print(report.table(sheet))
@@ -78,8 +79,8 @@ def _measure(options: Options, command: str, say: Say) -> tuple[Results, bool]:
     """What was measured, and whether Ctrl-C has cut it short. Raises UpError, ModelError, OSError before anything is."""
     failures: list[str] = []
     interrupted = False
-    with _folder(options.logs) as folder:
-        session = Session(options, folder, say)
+    with Interrupts() as interrupts, _folder(options.logs) as folder:
+        session = Session(options, folder, say, interrupts.check)
         try:
             session.run()
         except KeyboardInterrupt:

@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -35,14 +35,23 @@ Say = Callable[[str], None]
 class Running:
     """One arrangement. A context manager: nothing of it is left at the end."""
 
-    def __init__(self, arrangement: Arrangement, folder: Path, *, model: str, threshold_tokens: int, say: Say) -> None:
+    def __init__(
+        self,
+        arrangement: Arrangement,
+        folder: Path,
+        *,
+        model: str,
+        threshold_tokens: int,
+        say: Say,
+        interrupted: Callable[[], None],
+    ) -> None:
         """Start its workers. Raises OSError."""
         self.arrangement = arrangement
         self._folder = folder
         self._model = model
         self._threshold_tokens = threshold_tokens
         self._say = say
-        self._parts = ExitStack()
+        self._interrupted = interrupted
         self._children: list[Child] = []
         self._began_s = time.monotonic()
         folder.mkdir(parents=True)
@@ -71,6 +80,7 @@ class Running:
         waiting = list(zip(self.arrangement.workers, self._children, strict=True))
         told_s = time.monotonic()
         while waiting:
+            self._interrupted()
             for worker, child in list(waiting):
                 check_alive(child)
                 if answers(f"http://{_HOST}:{worker.spec.port}/health"):
@@ -116,7 +126,8 @@ class Running:
         self.url = f"http://{_HOST}:{port}"
 
     def check(self) -> None:
-        """Raises PartError where a process has ended."""
+        """Raises PartError where a process has ended, and KeyboardInterrupt where somebody has had enough."""
+        self._interrupted()
         for child in self._children:
             check_alive(child)
 

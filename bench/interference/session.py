@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -25,12 +25,13 @@ _AHEAD_OF_ROUNDS = 0
 class Session:
     """One whole bench. What was measured so far is in ``rounds``, whatever comes then."""
 
-    def __init__(self, options: Options, folder: Path, say: Say) -> None:
+    def __init__(self, options: Options, folder: Path, say: Say, interrupted: Callable[[], None]) -> None:
         """Raises UpError, ModelError."""
         self.rounds: list[Round] = []
         self._options = options
         self._folder = folder
         self._say = say
+        self._interrupted = interrupted
         find_envoy()
         self._setting = _setting(options, say)
         self._arrangements = {name: arrangement(name, self._setting, options.load) for name in options.names}
@@ -83,6 +84,7 @@ class Session:
             model=self._setting.served_model_name,
             threshold_tokens=self._options.threshold_tokens,
             say=self._say,
+            interrupted=self._interrupted,
         )
 
     def _warm(self, running: Running, number: int) -> None:

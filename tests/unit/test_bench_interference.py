@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -22,6 +23,7 @@ from aiohttp import web
 from bench.interference import __main__ as command
 from bench.interference import client, options, picture, pollers, report, results
 from bench.interference.arrangements import ARRANGEMENTS, Arrangement, Setting, arrangement
+from bench.interference.interrupts import Interrupts
 from bench.interference.load import LOADS, Ask, Load, Script, changed
 from bench.interference.numbers import row
 from bench.interference.options import OptionsError, parse
@@ -412,3 +414,22 @@ def test_every_option_that_the_document_names_is_one() -> None:
     known = options._parser().format_help()
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)) - {"--no-enable-chunked-prefill", "--data-parallel-size"}
     assert named and all(name in known for name in named), named
+
+
+class _Finaliser:
+    """Whose end takes a signal, as the event loop's transports may."""
+
+    def __del__(self) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_signal_that_python_drops_in_a_finaliser_is_not_forgotten() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with Interrupts() as interrupts:
+        interrupts.check()
+        _Finaliser()
+        with pytest.raises(KeyboardInterrupt):
+            interrupts.check()
+        os.kill(os.getpid(), signal.SIGTERM)  # a second one, during the clean-up, changes nothing
+    assert signal.getsignal(signal.SIGTERM) is before
