@@ -45,7 +45,8 @@ def main(arguments: Sequence[str]) -> int:
             found = results.read(options.read)
         else:
             seeds = range(options.seed, options.seed + (1 if options.quick else options.seeds))
-            found = running.run(seeds=seeds, quick=options.quick, processes=options.processes, say=say)
+            with running.pool(options.processes) as (executor, lines):
+                found = running.run(seeds=seeds, quick=options.quick, executor=executor, lines=lines, say=say)
         tables = report.markdown(found, Constants())
         sys.stdout.write(tables + "\n")
         if options.json is not None:

@@ -16,7 +16,12 @@ from workers.traces import BLOCK_TOKENS, Request
 SLOS = Slos(published.TTFT_SLO_S, published.ITL_SLO_S)
 _PRIMED_A_WORKER_PER_S = 1 / 3
 """Prefixes a second and worker by which caches are filled first: slowly enough that nothing queues."""
+_PRIMER_ANSWER = 2
+"""Tokens; an answer of one is not handed over, and no prefill worker would have seen the prompt."""
 _SETTLE_S = 10.0
+_LOWEST_PER_S = 0.2
+_FEWEST = 8
+"""A rate below, or one at which fewer requests than these are counted, is called none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +70,7 @@ def measure(row: Row, stretch: Stretch, *, seed: int, resolution: float, say: Ca
         return highest_rate(
             lambda rate_per_s: good_share(run(rate_per_s).outcomes, ttft_slo_s=published.TTFT_SLO_S, itl_slo_s=itl_slo_s),
             guess_per_s=guess_per_s,
+            lowest_per_s=max(_LOWEST_PER_S, _FEWEST / stretch.counted_s),
             resolution=resolution,
             step=1.15,
         )
@@ -116,7 +122,7 @@ def _primer(row: Row) -> list[Request]:
         tokens = workload.shared_tokens(request)
         for _ in range(times):
             ids = request.hash_ids[: tokens // BLOCK_TOKENS]
-            primer.append(Request(len(primer) * each_s, tokens, 1, ids))
+            primer.append(Request(len(primer) * each_s, tokens, _PRIMER_ANSWER, ids))
     return primer
 
 

@@ -60,12 +60,12 @@ def _goodput(results: Results) -> str:
             _off(fmean(only) / fmean(base_only), ratio),
         ]
         lines.append(f"| {' | '.join(cells)} |")
-    long = results.long_chunks
-    lines.append(
-        f"| colocated, chunks of 2,048 | | {_mean([long.both.rate_per_s])} | {_mean([long.ttft_only.rate_per_s])} | | "
-        f"{long.both.rate_per_s / base[0].both.rate_per_s:.2f} | "
-        f"{long.ttft_only.rate_per_s / base[0].ttft_only.rate_per_s:.2f} |"
-    )
+    lines += [
+        f"| {title} | | {_mean([other.both.rate_per_s])} | {_mean([other.ttft_only.rate_per_s])} | | "
+        f"{other.both.rate_per_s / base[0].both.rate_per_s:.2f} | "
+        f"{other.ttft_only.rate_per_s / base[0].ttft_only.rate_per_s:.2f} |"
+        for title, other in results.variants.items()
+    ]
     return "\n".join(lines)
 
 
@@ -77,8 +77,8 @@ def _latency(results: Results) -> str:
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     rows = [(row.name, f"{row.itl_p99_ms:g} ms", f"{row.ttft_mean_ms:,g} ms") for row in ROWS]
-    measured = [*results.first, results.long_chunks]
-    rows.append(("colocated, chunks of 2,048", "", ""))
+    measured = [*results.first, *results.variants.values()]
+    rows += [(title, "", "") for title in results.variants]
     for (name, itl, ttft), found in zip(rows, measured, strict=True):
         both, only = found.both, found.ttft_only
         cells = (

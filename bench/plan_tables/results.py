@@ -27,9 +27,10 @@ class Results:
     """CPU time of all searches."""
     main: Sequence[Sequence[Measured]]
     """The five rows, in their order, each with every seed."""
-    long_chunks: Measured
+    variants: dict[str, Measured]
+    """Of the row with chunked prefill, by title, with the first seed."""
     nothing_shared: Sequence[Measured]
-    """Of the first seed, as the one above."""
+    """With the first seed."""
 
     @property
     def first(self) -> list[Measured]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import multiprocessing
 import queue
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from bench.overhead.machine import machine
 from bench.plan_tables import report
-from bench.plan_tables.cluster import LONG_CHUNKS, NOTHING_SHARED, Constants, Row, rows
+from bench.plan_tables.cluster import NOTHING_SHARED, Constants, Row, rows, variants
 from bench.plan_tables.measure import Measured, measure
 from bench.plan_tables.results import Results
 from extproc.plan.goodput_search import Stretch
@@ -40,37 +41,41 @@ def jobs(seeds: Sequence[int]) -> list[Job]:
     first = seeds[0]
     found = [
         *(Job("main", row, seed) for seed in seeds for row in rows(Constants())),
-        *(Job("chunks of 2,048", row, first) for row in rows(LONG_CHUNKS) if row.key == "chunked"),
+        *(Job(title, row, first) for title, row in variants().items()),
         # Colocated workers that cache nothing do not see whether prompts share anything.
         *(Job("nothing shared", row, first) for row in rows(NOTHING_SHARED) if row.key != "colocated"),
     ]
     return sorted(found, key=lambda job: (job.group != "main", -job.row.guess_per_s))
 
 
-def run(*, seeds: Sequence[int], quick: bool, processes: int, say: Say) -> Results:
-    """Raises PlanError."""
-    stretch = _QUICK if quick else FULL
-    todo = jobs(seeds)
-    say(f"{len(todo)} searches in {processes} processes, seeds {_words(seeds)}, {stretch.counted_s:g} s of each run counted")
-    done: dict[tuple[str, str, int], Measured] = {}
+@contextmanager
+def pool(processes: int) -> Iterator[tuple[Executor, queue.Queue[str]]]:
+    """Processes to search in, and what they say meanwhile; they are ended if the block fails."""
     context = multiprocessing.get_context("forkserver")
-    with context.Manager() as manager, ProcessPoolExecutor(processes, mp_context=context) as pool:
-        lines = manager.Queue()
-        resolution = _QUICK_RESOLUTION if quick else _RESOLUTION
-        waiting = {pool.submit(_search, job, stretch, resolution, lines): job for job in todo}
+    with context.Manager() as manager, ProcessPoolExecutor(processes, mp_context=context) as executor:
         try:
-            while waiting:
-                _pass_on(lines, say)
-                for future in [each for each in waiting if each.done()]:
-                    job, measured = waiting.pop(future), future.result()
-                    done[job.group, job.row.key, job.seed] = measured
-                    say(f"{job.group}, seed {job.seed}, {report.summary(measured)}; {len(waiting)} searches left")
-                time.sleep(_LOOK_S)
+            yield executor, manager.Queue()
         except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
+            executor.shutdown(wait=False, cancel_futures=True)
             for process in multiprocessing.active_children():
                 process.terminate()
             raise
+
+
+def run(*, seeds: Sequence[int], quick: bool, executor: Executor, lines: queue.Queue[str], say: Say) -> Results:
+    """Raises PlanError."""
+    stretch, resolution = (_QUICK, _QUICK_RESOLUTION) if quick else (FULL, _RESOLUTION)
+    todo = jobs(seeds)
+    say(f"{len(todo)} searches, seeds {_words(seeds)}, {stretch.counted_s:g} s of each run counted")
+    done: dict[tuple[str, str, int], Measured] = {}
+    waiting = {executor.submit(_search, job, stretch, resolution, lines): job for job in todo}
+    while waiting:
+        _pass_on(lines, say)
+        for future in [each for each in waiting if each.done()]:
+            job, measured = waiting.pop(future), future.result()
+            done[job.group, job.row.key, job.seed] = measured
+            say(f"{job.group}, seed {job.seed}, {report.summary(measured)}; {len(waiting)} searches left")
+        time.sleep(_LOOK_S)
     first = seeds[0]
     done["nothing shared", "colocated", first] = done["main", "colocated", first]
     keys = [row.key for row in rows(Constants())]
@@ -80,7 +85,7 @@ def run(*, seeds: Sequence[int], quick: bool, processes: int, say: Say) -> Resul
         machine=machine(),
         cpu_s=round(sum(done[job.group, job.row.key, job.seed].cpu_s for job in todo)),
         main=[[done["main", key, seed] for seed in seeds] for key in keys],
-        long_chunks=done["chunks of 2,048", "chunked", first],
+        variants={title: done[title, row.key, first] for title, row in variants().items()},
         nothing_shared=[done["nothing shared", key, first] for key in keys],
     )
 
