@@ -25,15 +25,11 @@ class Case:
     name: str
     rule: str
     """Which of the rules it is about: ``split`` or ``chunked``."""
-    what: str
-    """How it differs from the first one of its rule; empty: it is the first one."""
     isl: int
     osl: int
     gpus: int
     ttft_s: float
     itl_s: float = 0.045
-    prefix_share: float = 0.0
-    weight_dtype: str = "fp8"
     tensor_parallel: tuple[int, ...] = TENSOR_PARALLEL
     said: str = ""
     """The ratio of GPUs that the rule names."""
@@ -58,10 +54,9 @@ class Case:
             workload=Workload(
                 inputs=parse(f"lognormal:mean={self.isl},cv=0.2", self.name),
                 outputs=parse(f"lognormal:mean={self.osl},cv=0.2", self.name),
-                prefix_share=self.prefix_share,
             ),
             slos=Slos(self.ttft_s, self.itl_s),
-            weight_dtype=self.weight_dtype,
+            weight_dtype="fp8",
             prefill_tp=self.tensor_parallel,
             decode_tp=self.tensor_parallel,
         )
@@ -71,42 +66,25 @@ class Case:
         """The same by hand."""
         tensor_parallel = "".join(f" --prefill-tp {size} --decode-tp {size}" for size in self.tensor_parallel)
         return (
-            f"baton plan ratio --model llama-3.3-70b --weight-dtype {self.weight_dtype} --gpu h200 --gpus {self.gpus} "
+            f"baton plan ratio --model llama-3.3-70b --weight-dtype fp8 --gpu h200 --gpus {self.gpus} "
             f"--isl lognormal:mean={self.isl},cv=0.2 --osl lognormal:mean={self.osl},cv=0.2 --ttft-slo {self.ttft_s:g} "
             f"--itl-slo {self.itl_s:g}{''.join(f' --arrangement {kind.name.lower()}' for kind in self.kinds)}"
-            + (f" --prefix-share {self.prefix_share:g}" if self.prefix_share else "")
             + (f"{tensor_parallel} --seeds {self.effort.seeds}" if self.rule == "split" else "")
             + (" --all-splits" if self.effort.all_splits else "")
         )
 
 
-def _split(name: str, isl: int, osl: int, said: str, what: str = "", itl_ms: float = 45, prefix: float = 0.0) -> Case:
-    return Case(
-        name=name,
-        rule="split",
-        what=what,
-        isl=isl,
-        osl=osl,
-        gpus=40,
-        ttft_s=5.0,
-        itl_s=itl_ms / 1e3,
-        prefix_share=prefix,
-        tensor_parallel=(4,),
-        said=said,
-    )
+def _split(name: str, isl: int, osl: int, said: str) -> Case:
+    return Case(name=name, rule="split", isl=isl, osl=osl, gpus=40, ttft_s=5.0, tensor_parallel=(4,), said=said)
 
 
 CASES = (
     _split("long-in", 32_768, 400, "3:2"),
-    _split("long-in-itl", 32_768, 400, "3:2", "ITL 20 ms", itl_ms=20),
-    _split("long-in-prefix", 32_768, 400, "3:2", "70 % of each prompt shared", prefix=0.7),
     _split("long-out", 4_096, 8_192, "1:3"),
-    _split("long-out-itl", 4_096, 8_192, "1:3", "ITL 20 ms", itl_ms=20),
     *(
         Case(
             name=f"chunked-{isl // 1024}k-{itl_ms}",
             rule="chunked",
-            what=f"ITL {itl_ms} ms",
             isl=isl,
             osl=500,
             gpus=8,
@@ -114,8 +92,8 @@ CASES = (
             itl_s=itl_ms / 1e3,
         )
         for itl_ms, prompts in (
-            (45, (2_048, 4_096, 8_192, 16_384, 32_768)),
-            (100, (4_096, 8_192, 16_384)),
+            (45, (2_048, 4_096, 8_192, 16_384)),
+            (100, (4_096, 8_192)),
             (20, (8_192,)),
         )
         for isl in prompts

@@ -102,7 +102,7 @@ def splits_table(cases: Sequence[Case], results: Results) -> str:
     ]
     for case, row in _rows(cases, results, "split"):
         found = _ratio(row.gpus_prefill, row.gpus_decode)
-        tied, what = ", ".join(row.tied) or "-", case.what or f"ITL {case.itl_s * 1e3:g} ms"
+        tied, what = ", ".join(row.tied) or "-", f"ITL {case.itl_s * 1e3:g} ms"
         lines.append(
             f"| {case.isl:,} : {case.osl:,} | {what} | {case.said} | **{found}** | {tied} | "
             f"{row.rate_per_s:.2f} | {row.low_per_s:.2f} to {row.high_per_s:.2f} | {row.first_full} |"
@@ -137,15 +137,17 @@ def draw(cases: Sequence[Case], results: Results, path: Path) -> None:
                 seen = [
                     (at, each.rate_per_s) for at, each in zip(share, row.splits, strict=True) if each.rate_per_s is not None
                 ]
-                colour, label = next(colours), case.what or f"ITL {case.itl_s * 1e3:g} ms"
+                colour, label = next(colours), f"ITL {case.itl_s * 1e3:g} ms"
                 axes[place].plot(share, [each.bound_per_s for each in row.splits], ":", color=colour, linewidth=1.0)
                 axes[place].plot(
                     [at for at, _ in seen], [y for _, y in seen], "o-", color=colour, markersize=4, linewidth=1.2, label=label
                 )
                 axes[place].axvline(_share(case.said), color=GREY, linestyle="--", linewidth=1)
             axes[place].set_title("32K in, 400 out" if first == "long-in" else "4K in, 8K out")
-            axes[place].set_xlabel("GPUs that prefill (dashed: the rule; dotted: bound)")
-            axes[place].set_ylabel("highest good rate, requests/s")
+            axes[place].plot([], [], ":", color=GREY, label="bound by arithmetic")
+            axes[place].plot([], [], "--", color=GREY, label="the rule")
+            axes[place].set_xlabel("share of GPUs that prefill")
+            axes[place].set_ylabel("good requests/s")
             axes[place].set_xlim(0, 1)
             axes[place].set_ylim(bottom=0)
             axes[place].legend(fontsize=7)
@@ -153,6 +155,8 @@ def draw(cases: Sequence[Case], results: Results, path: Path) -> None:
             rows = [
                 (case, row) for case, row in _rows(cases, results, "chunked") if case.itl_s == itl_s and row.gain is not None
             ]
+            if not rows:
+                continue
             x, y = [case.isl for case, _ in rows], [row.gain or 0.0 for _, row in rows]
             spread = [
                 [(row.gain or 0.0) - (row.gain_low or 0.0) for _, row in rows],
@@ -162,7 +166,9 @@ def draw(cases: Sequence[Case], results: Results, path: Path) -> None:
             axes[2].errorbar(x, y, yerr=spread, fmt="o-", markersize=4, linewidth=1.2, capsize=3, color=colour, label=label)
         axes[2].axhline(1.1, color=GREY, linestyle="--", linewidth=1)
         axes[2].set_xscale("log", base=2)
-        axes[2].set_xlabel("tokens of a prompt, one node of 8 GPUs")
+        sizes = sorted({case.isl for case, _ in _rows(cases, results, "chunked")})
+        axes[2].set_xticks(sizes, [f"{size // 1024}K" for size in sizes])
+        axes[2].set_xlabel("prompt, one node of 8 GPUs")
         axes[2].set_ylabel("NIXL / chunked prefill")
         axes[2].set_title("Worth it? (dashed: 1.1)")
         axes[2].legend(fontsize=7)

@@ -17,6 +17,8 @@ from extproc.plan.robust import Changed
 from extproc.plan.runs import Seen
 from extproc.plan.verdict import Verdict
 
+_ABOVE = 1.02
+"""Of what a bound allows where only a share of the requests must be good: luck."""
 _SPLITS = 9
 """Splits shown of a kind."""
 
@@ -101,6 +103,12 @@ def notes(answer: Answer) -> list[str]:
             continue
         if not finalist.rate_per_s.mean:
             lines.append(f"{best.kind.value}: at no rate that was tried {answer.question.share:.0%} of the requests were good.")
+        bound_per_s = finalist.candidate.hard_bound_per_s
+        if finalist.rate_per_s.mean > _ABOVE * bound_per_s / answer.question.share:
+            lines.append(
+                f"{best.kind.value}: more than {bound_per_s:.3g} requests/s cannot last: answers take so long that batches had "
+                "not settled when the simulation ended. Take the bound."
+            )
         if best.tied:
             tied = ", ".join(candidate.text for candidate in best.tied)
             lines.append(f"{best.kind.value}: {finalist.candidate.text} cannot be told apart from {tied}.")

@@ -1,4 +1,4 @@
-"""`baton plan ratio`: confidence, cost, bounds by arithmetic, the search among candidates, the verdict, and what is printed."""
+"""`baton plan ratio`: confidence, cost, bounds by arithmetic, the search among candidates, the verdict, what is printed."""
 
 import math
 import pickle
@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from extproc.cli import app
-from extproc.plan import confidence, ratio_report
+from extproc.plan import confidence, ratio_report, robust
 from extproc.plan.candidates import Candidate, Kind, candidates
 from extproc.plan.confidence import Interval, interval, t_quantile, told_apart
 from extproc.plan.cost import usd_per_million_tokens
@@ -21,7 +21,6 @@ from extproc.plan.gpus import gpu
 from extproc.plan.lengths import parse
 from extproc.plan.question import Assumptions, Question
 from extproc.plan.ratio import Answer, Best, Effort, Finalist, study
-from extproc.plan.robust import changes
 from extproc.plan.runs import Runner, Search, search
 from extproc.plan.shapes import shape_of
 from extproc.plan.simulate import Slos
@@ -149,6 +148,14 @@ def test_more_prefill_workers_raise_the_prefill_bound_and_lower_those_of_decodin
     assert slow[2][Part.LINK] < splits[2][Part.LINK] / 10
 
 
+def test_long_prompts_want_prefill_workers_and_long_answers_decode_workers():
+    one_size = {"prefill_tp": (2,), "decode_tp": (2,), "slos": Slos(4.0, 0.025)}
+    large = {"shape": shape_of("llama-3.3-70b"), "gpu": gpu("h200"), "gpus": 16, "weight_dtype": "fp8", **one_size}
+    splits = [of_kind(asked(isl, osl, **large))[0].arrangement.prefill for isl, osl in (("12000", "4"), ("700", "400"))]
+    assert splits[0] == 7
+    assert splits[1] <= 4
+
+
 def test_the_cache_tier_belongs_to_the_prefill_workers_and_halves_the_kv():
     plain = {each.arrangement.prefill: each for each in of_kind(asked()) if each.family == (1, 1)}
     cached = {each.arrangement.prefill: each for each in of_kind(asked(), Kind.NIXL_CACHE_FP8) if each.family == (1, 1)}
@@ -231,19 +238,6 @@ def test_what_is_simulated_stays_below_what_arithmetic_allows():
     assert search(pickle.loads(pickle.dumps(task))) == found, "another process finds the same"
 
 
-def test_long_prompts_want_prefill_workers_and_long_answers_decode_workers():
-    large = {"shape": shape_of("llama-3.3-70b"), "gpu": gpu("h200"), "gpus": 8, "weight_dtype": "fp8"}
-    one_size = {"prefill_tp": (2,), "decode_tp": (2,), "slos": Slos(4.0, 0.025)}
-    splits = {}
-    for name, isl, osl in (("long in", "12000", "4"), ("long out", "1000", "400")):
-        question = asked(isl, osl, **large, **one_size)
-        best = study(question, kinds=(Kind.NIXL,), effort=SMALL, runner=HERE).best[0]
-        assert best.finalist is not None
-        splits[name] = best.finalist.candidate.arrangement.prefill
-    assert splits["long in"] == 3
-    assert splits["long out"] < 3
-
-
 def test_results_do_not_depend_on_how_many_simulations_run_at_once():
     question = asked("8000", "4", gpus=2)
     alone = study(question, kinds=(Kind.NIXL,), effort=SMALL, runner=HERE)
@@ -317,13 +311,35 @@ def test_what_gain_is_worth_it_is_the_askers_to_say():
 
 
 def test_sensitivity_changes_one_efficiency_at_a_time_and_never_beyond_the_peak():
-    found = list(changes(Assumptions(prefill_efficiency=0.5, decode_efficiency=0.9)))
+    found = list(robust.changes(Assumptions(prefill_efficiency=0.5, decode_efficiency=0.9)))
     assert [(each.prefill_efficiency, each.decode_efficiency) for _, each in found] == [
         (0.4, 0.9),
         (0.5, pytest.approx(0.72)),
         (0.625, 0.9),
         (0.5, 1.0),
     ]
+
+
+def test_under_other_assumptions_the_verdict_is_asked_for_again_or_it_is_said_that_none_can_do(monkeypatch):
+    asked_for = []
+
+    def studied(question, *, kinds, effort, runner, progress):
+        asked_for.append((question.assume.prefill_efficiency, question.assume.decode_efficiency))
+        if question.assume.decode_efficiency < 0.5:
+            raise PlanError("too slow")
+        return answered((10.0, 11.0, 9.0), (15.0, 16.4, 13.6))
+
+    monkeypatch.setattr(robust, "study", studied)
+    found = robust.robust(asked(), SMALL, runner=HERE)
+    assert asked_for == [(pytest.approx(0.36), 0.6), (0.45, pytest.approx(0.48)), (0.5625, 0.6), (0.45, pytest.approx(0.75))]
+    assert [each.verdict.choice if each.verdict else each.why_none for each in found] == [
+        Choice.DISAGGREGATE,
+        "too slow",
+        Choice.DISAGGREGATE,
+        Choice.DISAGGREGATE,
+    ]
+    lines = ratio_report.robust_lines(found)
+    assert lines[1] == "decode slower, at 48% of the bandwidth: too slow"
 
 
 def test_programs_get_a_document_without_numbers_that_are_none():
@@ -364,3 +380,17 @@ def test_the_command_says_what_is_wrong_and_fails(arguments, said):
     assert found.exit_code == 1
     assert said in found.stderr
     assert not found.stdout
+
+
+def test_the_command_prints_json_for_programs():
+    small = ("--isl", "8000", "--osl", "4", "--arrangement", "nixl", "--quick", "--seeds", "2", "--prefill-tp", "1")
+    found = CliRunner().invoke(app, [*BASE, *small, "--json"])
+    assert found.exit_code == 0, found.stderr
+    document = msgspec.json.decode(found.stdout)
+    (arrangement,) = document["arrangements"]
+    assert arrangement["split"]["text"] == "1 x TP1 : 1 x TP1"
+    assert len(arrangement["rates_per_s_by_seed"]) == document["effort"]["seeds"] == 2
+    assert arrangement["rate_per_s"]["mean"] == pytest.approx(sum(arrangement["rates_per_s_by_seed"]) / 2)
+    assert arrangement["limits_per_s"]["prefill compute"] > arrangement["rate_per_s"]["mean"] * 0.9
+    assert arrangement["seen"]["ttft_s"]["p50"] <= arrangement["seen"]["ttft_s"]["p90"] <= 2.5
+    assert document["verdict"] is None, "there is nothing to compare with"
