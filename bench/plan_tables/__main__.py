@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--quick", action="store_true", help="short runs, rough rates")
     parser.add_argument("--seed", type=int, default=0, help="the first, of arrivals and of the router (default: 0)")
-    parser.add_argument("--seeds", type=_count, default=3, help="so many for the five rows (default: 3; quick: 1)")
+    parser.add_argument("--seeds", type=_count, default=2, help="so many for the five rows (default: 2; quick: 1)")
     parser.add_argument("--processes", type=_count, default=os.cpu_count() or 1, help="simulations at once (default: cores)")
     parser.add_argument("--from", dest="read", type=Path, metavar="FILE", help="results to report instead of simulating")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results, too")
