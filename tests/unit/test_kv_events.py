@@ -440,7 +440,7 @@ async def test_metrics_and_status_say_what_is_going_on() -> None:
                     found[name] = float(value)
             return found
 
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(15):
             while True:
                 page = (await made.metrics.render()).decode()
                 if read().get(f'baton_kv_index_blocks{{endpoint="{made.address}",tier="gpu"}}') == 7:
