@@ -132,6 +132,8 @@ def bench(
     try:
         if picture is not None:
             pictures.check(picture)
+        if save is not None and not save.absolute().parent.is_dir():
+            raise ValueError(f"--save {save}: there is no such folder")
         load = run.Load(
             gaps=parse_gaps(arrivals),
             rate_per_s=rate,

@@ -280,6 +280,8 @@ def _show_ridges(found: list[Ridge]) -> None:
 
 
 def _show_roofline(found: Roofline) -> None:
+    from extproc.plan.engines import SMALL_STEP_TOKENS
+
     assumed = found.assumed
     typer.echo(found.worker)
     typer.echo(
@@ -290,8 +292,8 @@ def _show_roofline(found: Roofline) -> None:
     typer.echo(
         f"Assumed to be reached: {assumed.prefill_efficiency:.0%} of the FLOP/s and {assumed.decode_efficiency:.0%} of the "
         f"bandwidth, so that the limits meet at {found.reached_flop_per_byte:,.0f} FLOP/byte.\n"
-        f"{assumed.tp_efficiency:.0%} of both are left each time that the GPUs double, and each step takes "
-        f"{assumed.step_overhead_s * 1e3:g} ms more.\n"
+        f"{assumed.tp_efficiency:.0%} of both are left each time that the GPUs double; a step takes "
+        f"{assumed.step_overhead_s * 1e3:g} ms and the time of {SMALL_STEP_TOKENS} prompt tokens more.\n"
     )
     columns = ("FLOP/byte", "limit", "time", "tokens/s")
     prefills = Table("prefill, tokens", *columns, "", box=None, pad_edge=False)

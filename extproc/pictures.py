@@ -80,6 +80,8 @@ def check(path: Path | str) -> None:
     """Raise PictureError if ``path`` could not be drawn: to be asked before work that takes long."""
     if Path(path).suffix not in _SUFFIXES:
         raise PictureError(f"{path}: the name of a picture ends with {' or '.join(_SUFFIXES)}")
+    if not Path(path).absolute().parent.is_dir():
+        raise PictureError(f"{path}: No such file or directory: there is no such folder")
     try:
         import matplotlib  # noqa: F401
     except ImportError:

@@ -58,18 +58,25 @@ def _link(name: str, gb_a_s: float, efficiency: float, shared: bool, source: str
 
 _TCP = "TCP in frames of 1,500 bytes leaves 94 % of the wire (1,448 of 1,538 bytes)"
 _ROCE = "Mooncake reports 87 GB/s on four 200 Gb/s ports with RoCE"
+_ROCE_400 = "87 % as at 200 Gb/s is an assumption: Mooncake reports 190 GB/s on eight ports, 24 GB/s each"
 _GUESS = "is an assumption"
 
 _ALL = (
     _link("eth-10", 1.25, 0.94, True, f"IEEE 802.3ae; {_TCP}"),
     _link("eth-25", 3.125, 0.94, True, f"IEEE 802.3by; {_TCP}"),
-    _link("eth-100", 12.5, 0.72, True, "IEEE 802.3bm; TCP at 9 GB/s a port: Mooncake reports RoCE as 2.4 times that fast"),
+    _link(
+        "eth-100",
+        12.5,
+        0.72,
+        True,
+        "IEEE 802.3bm; TCP at 9 GB/s a port: Mooncake reports RoCE as 2.4 times that fast, on 200 Gb/s ports",
+    ),
     _link("eth-400", 50, 0.40, True, f"IEEE 802.3bs; 20 GB/s by many TCP connections {_GUESS}"),
     _link("tcp", 12.5, 0.28, True, f"one TCP connection on 100 Gb/s Ethernet; 28 Gb/s {_GUESS}"),
     _link("tcp-fallback", 12.5, 0.047, True, "UCX that found no RDMA: 0.59 GB/s, openucx/ucx#10854; vllm#52607 has 0.5"),
     _link("roce-100", 12.5, 0.87, False, f"RoCE v2, a port for each GPU; {_ROCE}"),
     _link("roce-200", 25, 0.87, False, f"RoCE v2, a port for each GPU; {_ROCE}"),
-    _link("roce-400", 50, 0.87, False, f"RoCE v2, a port for each GPU; {_ROCE}"),
+    _link("roce-400", 50, 0.87, False, f"RoCE v2, a port for each GPU; {_ROCE_400}"),
     _link("ib-200", 25, 0.90, False, f"InfiniBand HDR, a port for each GPU; 90 % {_GUESS}"),
     _link("ib-400", 50, 0.90, False, "InfiniBand NDR, a port for each GPU; 45 GB/s is what guides to P/D take"),
     _link("pcie-staged", 31.5, 0.35, False, "PCIe 4.0 x16 and host memory between: 11 GB/s a GPU, what guides to P/D take"),

@@ -84,7 +84,9 @@ def _dtype_bytes(config: Mapping[str, Any], kv_dtype: str) -> int:
 
 def kv_heads(config: Mapping[str, Any]) -> int:
     """Heads with keys and values of their own. Raises ValueError."""
-    if config.get("num_key_value_heads") is None and config.get("multi_query") is True:
+    # Falcon's newer architecture says multi_query, too, and has num_kv_heads of them.
+    old = not config.get("new_decoder_architecture")
+    if config.get("num_key_value_heads") is None and config.get("multi_query") is True and old:
         return 1
     return positive(config, "num_key_value_heads", "num_kv_heads", "num_attention_heads", "n_head")
 
@@ -136,6 +138,11 @@ def _kinds(config: Mapping[str, Any], layers: int) -> Sequence[str] | None:
         if not isinstance(kinds, Sequence) or isinstance(kinds, str) or len(kinds) != layers:
             raise ValueError(f"config.json: {key} must name each of the {layers} layers")
         return [str(kind) for kind in kinds]
+    if config.get("model_type") == "gemma2":  # windows in every second layer; its config.json does not say so
+        return ["full_attention" if layer % 2 else "sliding_attention" for layer in range(layers)]
+    numbers = config.get("attn_type_list")  # MiniMax: 1 for full attention, 0 for linear
+    if isinstance(numbers, Sequence) and not isinstance(numbers, str) and len(numbers) == layers:
+        return ["full_attention" if number else "linear_attention" for number in numbers]
     pattern = config.get("hybrid_override_pattern")  # Nemotron-H: a letter a layer
     if isinstance(pattern, str):
         return ["full_attention" if letter == "*" else "mamba" for letter in pattern]

@@ -64,7 +64,7 @@ def test_every_row_has_all_gpus_and_the_rows_differ_by_what_they_say():
 
 
 def test_a_whole_prompt_on_a_worker_takes_what_was_published_as_the_colocated_mean_ttft():
-    """Why four GPUs a worker: not fitted, but checked."""
+    """Why four GPUs a worker: chosen by this number."""
     profile = row_of("colocated").arrangement.decode_engine.profile
     step_s = profile.step_s(prefill_tokens=28_000, prefill_context_tokens=14_000 * 28_000, decodes=0, decode_context_tokens=0)
     assert step_s == pytest.approx(1.42, abs=0.02)
@@ -173,6 +173,7 @@ def test_the_command_reports_results_of_before_and_draws_them(tmp_path, capsys):
         assert status == 0
     assert capsys.readouterr().out.count("P/D over NIXL (fitted)") == 2
     assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
+    assert (tmp_path / "one.svg").read_bytes() == NUMBERS.with_suffix(".svg").read_bytes(), "what is committed"
     assert (tmp_path / "tables.md").read_text().startswith("| | published |")
 
 

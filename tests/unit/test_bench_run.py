@@ -351,6 +351,8 @@ def test_the_command_says_by_its_status_how_it_went(tmp_path: Path, monkeypatch:
         (["x", "--stages", "3"], "stages: '3'"),
         (["x", "--trace", "/nowhere/trace.jsonl"], "/nowhere/trace.jsonl"),
         (["x", "--picture", "run.gif"], "run.gif"),
+        (["x", "--picture", "/nowhere/run.svg"], "/nowhere/run.svg: No such file or directory"),
+        (["x", "--save", "/nowhere/run.jsonl"], "--save /nowhere/run.jsonl: there is no such folder"),
         (["x", "--api-key-env", "NO_SUCH_VARIABLE"], "NO_SUCH_VARIABLE"),
         (["x", "--header", "nothing"], "header"),
         (["x", "--body", "{"], "body"),

@@ -40,6 +40,32 @@ QWEN3_NEXT = {
     "num_key_value_heads": 2,
     "dtype": "bfloat16",
 }
+FALCON_40B = {  # has new_decoder_architecture: eight heads, whatever multi_query says
+    "hidden_size": 8192,
+    "multi_query": True,
+    "new_decoder_architecture": True,
+    "num_attention_heads": 128,
+    "num_hidden_layers": 60,
+    "num_kv_heads": 8,
+    "torch_dtype": "bfloat16",
+}
+GEMMA_2_9B = {
+    "model_type": "gemma2",
+    "head_dim": 256,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 42,
+    "num_key_value_heads": 8,
+    "sliding_window": 4096,
+    "torch_dtype": "bfloat16",
+}
+MINIMAX_TEXT_01 = {
+    "attn_type_list": [0, 0, 0, 0, 0, 0, 0, 1] * 10,
+    "head_dim": 128,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 80,
+    "num_key_value_heads": 8,
+    "torch_dtype": "bfloat16",
+}
 GPT2 = {"n_embd": 768, "n_head": 12, "n_layer": 12, "torch_dtype": "float32"}
 
 
@@ -56,6 +82,8 @@ GPT2 = {"n_embd": 768, "n_head": 12, "n_layer": 12, "torch_dtype": "float32"}
         (DEEPSEEK_V3, "auto", 70_272),
         (DEEPSEEK_V3, "fp8", 35_136),
         (GPT2, "auto", 2 * 12 * 768 * 4),
+        (FALCON_40B, "auto", 2 * 60 * 8 * 64 * 2),
+        (MINIMAX_TEXT_01, "auto", 2 * 10 * 8 * 128 * 2),
         ({**LLAMA_8B, "num_key_value_heads": None}, "auto", 4 * 131_072),
         ({**LLAMA_8B, "num_key_value_heads": None, "multi_query": True}, "auto", 131_072 / 8),
         ({"text_config": LLAMA_8B, "vision_config": {"num_hidden_layers": 24}}, "auto", 131_072),
@@ -131,3 +159,9 @@ def test_what_makes_no_sense_is_named(change, named) -> None:
 def test_an_empty_config_is_refused() -> None:
     with pytest.raises(ValueError, match="num_hidden_layers"):
         kv_bytes_per_token({}, kv_dtype="fp8")
+
+
+def test_every_second_layer_of_gemma_2_sees_its_window_only() -> None:
+    a_layer = 2 * 8 * 256 * 2
+    assert kv_bytes_per_token(GEMMA_2_9B) == 42 * a_layer
+    assert kv_bytes_per_token(GEMMA_2_9B, context_tokens=8192) == (21 + 21 / 2) * a_layer

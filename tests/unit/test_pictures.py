@@ -52,6 +52,11 @@ def test_another_kind_of_file_is_refused_before_any_work() -> None:
         check("picture.jpg")
 
 
+def test_a_folder_that_is_not_there_is_said_before_any_work(tmp_path: Path) -> None:
+    with pytest.raises(PictureError, match="there is no such folder"):
+        check(tmp_path / "nowhere" / "one.svg")
+
+
 def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(PictureError, match=r"pip install 'kv-baton\[pictures\]'"):
