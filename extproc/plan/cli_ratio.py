@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 _LENGTHS = "TOKENS, uniform:LOW-HIGH, lognormal:mean=TOKENS,cv=RATIO[,max=TOKENS] or percentiles:p50=TOKENS,p90=TOKENS"
 _SAY_EVERY_S = 2.0
+_FEWEST_REQUESTS = 100
+"""Of a trace: fewer are over before queues build up, and say nothing of a rate that lasts."""
 
 
 def register(app: typer.Typer) -> None:
@@ -97,6 +99,12 @@ def ratio(
         int, typer.Option(help="vLLM's --max-num-batched-tokens; chunked prefill is tried with smaller ones, too.")
     ] = 8192,
     cache_gb: Annotated[float, typer.Option(help="Host memory for LMCache, a GPU of prefill workers.")] = 128.0,
+    parameters: Annotated[
+        float | None, typer.Option(help="Of the model, such as 52e9, where they cannot be counted from config.json.")
+    ] = None,
+    active_parameters: Annotated[
+        float | None, typer.Option(help="Those that each token meets, of a model with experts.")
+    ] = None,
     processes: Annotated[int | None, typer.Option(help="So many simulations at once.", show_default="one a core")] = None,
     picture: Annotated[Path | None, typer.Option(help="Draw it, too: a file ending with .svg or .png.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
@@ -119,7 +127,7 @@ def ratio(
         if picture is not None:
             check(picture)
         question = Question(
-            shape=shape_of(model),
+            shape=shape_of(model, parameters=parameters, active_parameters=active_parameters),
             gpu=gpu_of(gpu),
             gpus=gpus,
             workload=_workload(isl, osl, trace, prefix_share, prefix_groups),
@@ -182,7 +190,10 @@ def _workload(isl: str | None, osl: str | None, trace: Path | None, share: float
     if trace is not None:
         if isl is not None or osl is not None or share:
             raise PlanError("--trace has lengths and prefixes of its own: leave out --isl, --osl and --prefix-share")
-        return of_trace(trace)
+        found = of_trace(trace)
+        if len(found.trace) < _FEWEST_REQUESTS:
+            raise PlanError(f"{trace}: a trace of at least {_FEWEST_REQUESTS} requests is needed, there are {len(found.trace)}")
+        return found
     if isl is None or osl is None:
         raise PlanError("what is asked? Give --isl and --osl, or --trace")
     return Workload(inputs=parse(isl, "--isl"), outputs=parse(osl, "--osl"), prefix_share=share, prefix_groups=groups)

@@ -27,6 +27,8 @@ _CLOSE = 0.93
 """Of the best in the first round, what gets into the second."""
 _FULL = 0.7
 """A part that is used less than that at the highest rate is not what ends it."""
+_ABOVE = 1.02
+"""Of what a bound allows where only a share of the requests must be good: luck."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +111,15 @@ class Answer:
     def of(self, kind: Kind) -> Best | None:
         """The best of a kind; None: it was not asked for."""
         return next((each for each in self.best if each.kind is kind), None)
+
+    def lasts(self, finalist: Finalist) -> bool:
+        """Whether its rate is within its bound; one beyond it is that of a simulation that was too short to settle."""
+        return finalist.rate_per_s.mean <= _ABOVE * finalist.candidate.hard_bound_per_s / self.question.share
+
+    def had_s(self, finalist: Finalist) -> float:
+        """How much of the simulated time requests came in at its rate: less than all of it where a trace ended."""
+        rate_per_s, duration_s = finalist.rate_per_s.mean, self.stretch.duration_s
+        return self.question.workload.cut_to(duration_s, rate_per_s) if rate_per_s else duration_s
 
 
 def study(

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from extproc.plan.candidates import Candidate
+from extproc.plan.candidates import Candidate, Kind
 from extproc.plan.confidence import Interval
 from extproc.plan.demand import Part
 from extproc.plan.engines import SMALL_STEP_TOKENS
@@ -17,8 +17,6 @@ from extproc.plan.robust import Changed
 from extproc.plan.runs import Seen
 from extproc.plan.verdict import Verdict
 
-_ABOVE = 1.02
-"""Of what a bound allows where only a share of the requests must be good: luck."""
 _SPLITS = 9
 """Splits shown of a kind."""
 
@@ -103,11 +101,16 @@ def notes(answer: Answer) -> list[str]:
             continue
         if not finalist.rate_per_s.mean:
             lines.append(f"{best.kind.value}: at no rate that was tried {answer.question.share:.0%} of the requests were good.")
-        bound_per_s = finalist.candidate.hard_bound_per_s
-        if finalist.rate_per_s.mean > _ABOVE * bound_per_s / answer.question.share:
+        had_s, duration_s = answer.had_s(finalist), answer.stretch.duration_s
+        if had_s < duration_s:
             lines.append(
-                f"{best.kind.value}: more than {bound_per_s:.3g} requests/s cannot last: answers take so long that batches had "
-                "not settled when the simulation ended. Take the bound."
+                f"{best.kind.value}: at {finalist.rate_per_s.mean:.3g} requests/s the trace ends after {had_s:.3g} s of the "
+                f"{duration_s:.0f} s that are to be simulated: the rate that lasts may be lower. Give a longer trace."
+            )
+        if not answer.lasts(finalist):
+            lines.append(
+                f"{best.kind.value}: more than {finalist.candidate.hard_bound_per_s:.3g} requests/s cannot last: the "
+                "simulation was too short for batches and queues to settle. Take the bound."
             )
         if best.tied:
             tied = ", ".join(candidate.text for candidate in best.tied)
@@ -132,12 +135,17 @@ def notes(answer: Answer) -> list[str]:
 def assumptions(answer: Answer) -> str:
     """On what it rests."""
     question, assume = answer.question, answer.question.assume
+    cache = (
+        f"; LMCache {assume.cache_gb_a_gpu:g} GB and {assume.cache_gb_a_s_a_gpu:g} GB/s a GPU"
+        if answer.of(Kind.NIXL_CACHE_FP8) is not None
+        else ""
+    )
     return (
         f"Assumed: prefill at {assume.prefill_efficiency:.0%} of the dense peak, decode at {assume.decode_efficiency:.0%} of "
         f"the memory bandwidth, {assume.tp_efficiency:.0%} of both left each time TP doubles; a step takes "
         f"{assume.step_overhead_s * 1e3:g} ms and the time of {SMALL_STEP_TOKENS} prompt tokens more; "
         f"{question.link.bytes_a_s / 1e9:.3g} GB/s a port of {question.link.name}, {question.price:g} USD a "
-        "GPU-hour. Nothing of it was measured on these GPUs."
+        f"GPU-hour{cache}. Nothing of it was measured on these GPUs."
     )
 
 

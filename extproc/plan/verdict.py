@@ -28,7 +28,8 @@ class Verdict:
     choice: Choice
     text: str
     gain: Interval | None
-    """Highest good rate of the best disaggregated arrangement over that of the best other one; None: one of them has none."""
+    """Highest good rate of the best disaggregated arrangement over that of the best other one; None: one of them
+    has none, or one that cannot last."""
 
 
 def verdict(answer: Answer) -> Verdict | None:
@@ -40,12 +41,17 @@ def verdict(answer: Answer) -> Verdict | None:
     one, other = apart.finalist, together.finalist
     if one is None or other is None or not _serves(one) or not _serves(other):
         return _one_sided(question, together, apart)
+    for best, finalist in ((together, other), (apart, one)):
+        if not answer.lasts(finalist):
+            return _unsettled(answer, best.kind, finalist)
     gain = confidence.ratio(one.rates_per_s, other.rates_per_s, resolution=answer.effort.resolution)
     enough = 1 + question.enough
     compared = (
         f"{apart.kind.value} ({one.candidate.text}) has {gain.mean:.2f} times the goodput of {together.kind.value} "
         f"({other.candidate.text}), 95 % interval {gain.low:.2f} to {gain.high:.2f} over {answer.effort.seeds} seeds"
     )
+    if min(answer.had_s(one), answer.had_s(other)) < answer.stretch.duration_s:
+        compared += " of a trace that ends before the simulation does"
     if gain.low > enough:
         return Verdict(choice=Choice.DISAGGREGATE, text=f"Disaggregate: {compared}.", gain=gain)
     if gain.high <= enough:
@@ -57,6 +63,19 @@ def verdict(answer: Answer) -> Verdict | None:
         return Verdict(choice=Choice.TOGETHER, text=text, gain=gain)
     text = f"Cannot be told: {compared}; the {enough:.2f} from which on it would be worth it lies within. Use more --seeds."
     return Verdict(choice=Choice.UNSURE, text=text, gain=gain)
+
+
+def _unsettled(answer: Answer, kind: Kind, finalist: Finalist) -> Verdict:
+    longer = (
+        "give a longer trace"
+        if answer.had_s(finalist) < answer.stretch.duration_s
+        else "the simulation was too short for batches and queues to settle"
+    )
+    text = (
+        f"Cannot be told: {finalist.rate_per_s.mean:.3g} requests/s of {kind.value} ({finalist.candidate.text}) cannot last, "
+        f"its bound is {finalist.candidate.hard_bound_per_s:.3g}; {longer}."
+    )
+    return Verdict(choice=Choice.UNSURE, text=text, gain=None)
 
 
 def _one_sided(question: Question, together: Best, apart: Best) -> Verdict:

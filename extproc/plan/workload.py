@@ -49,6 +49,11 @@ class Workload:
     def requests(self, rate_per_s: float, duration_s: float, seed: int) -> list[Request]:
         """Those that come within ``duration_s``. Raises PlanError for a rate or a duration that makes no sense."""
         _check(rate_per_s, duration_s)
+        if rate_per_s * duration_s > _MOST_REQUESTS:
+            raise PlanError(
+                f"{rate_per_s:g} requests/s for {duration_s:g} s are {rate_per_s * duration_s:,.0f} requests; "
+                f"at most {_MOST_REQUESTS:,} are simulated"
+            )
         gaps = random.Random(f"{seed} gaps")  # noqa: S311 (not a secret, and so below)
         inputs = random.Random(f"{seed} inputs")  # noqa: S311
         outputs = random.Random(f"{seed} outputs")  # noqa: S311
@@ -121,8 +126,14 @@ class TraceWorkload:
 
     def requests(self, rate_per_s: float, duration_s: float, seed: int) -> list[Request]:
         """Those of the trace that come within ``duration_s``, each at most once. Raises PlanError."""
-        _check(rate_per_s, duration_s)
         count = len(self.trace)
+        _check(rate_per_s, duration_s)
+        if rate_per_s * duration_s > _MOST_REQUESTS:
+            # Where even all of them at once are served in time, no search for the highest rate would end.
+            raise PlanError(
+                f"{self.path}: at {rate_per_s:.3g} requests/s its {count:,} requests come within {count / rate_per_s:.2g} s, "
+                f"and {duration_s:.0f} s are to be simulated: a longer trace is needed"
+            )
         first = int(random.Random(f"{seed} trace").random() * count) if seed else 0  # noqa: S311 (not a secret)
         try:
             scaled = traces.at_rate(self.trace, rate_per_s)
@@ -187,8 +198,3 @@ def _check(rate_per_s: float, duration_s: float) -> None:
         raise PlanError(f"rate: more than 0 requests/s, not {rate_per_s:g}")
     if not (math.isfinite(duration_s) and duration_s > 0):
         raise PlanError(f"duration: more than 0 s, not {duration_s:g}")
-    if rate_per_s * duration_s > _MOST_REQUESTS:
-        raise PlanError(
-            f"{rate_per_s:g} requests/s for {duration_s:g} s are {rate_per_s * duration_s:,.0f} requests; "
-            f"at most {_MOST_REQUESTS:,} are simulated"
-        )

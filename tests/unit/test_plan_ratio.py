@@ -1,9 +1,11 @@
 """`baton plan ratio`: confidence, cost, bounds by arithmetic, the search among candidates, the verdict, what is printed."""
 
+import json
 import math
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -25,7 +27,8 @@ from extproc.plan.runs import Runner, Search, search
 from extproc.plan.shapes import shape_of
 from extproc.plan.simulate import Slos
 from extproc.plan.verdict import Choice, verdict
-from extproc.plan.workload import Workload
+from extproc.plan.workload import TraceWorkload, Workload
+from workers.traces import Request
 
 SMALL = Effort(seeds=2, requests=40, counted_s=5.0, keep=2, finalists=2, screen_resolution=0.2, resolution=0.1)
 HERE = Runner(None)
@@ -302,6 +305,54 @@ def test_whether_to_disaggregate_follows_from_the_gain_and_from_how_sure_it_is(c
     assert said in found.text
 
 
+@pytest.mark.parametrize(
+    ("chunked", "nixl"), [((900.0, 910.0, 890.0), (10.0, 11.0, 9.0)), ((5.0, 5.1, 4.9), (900.0, 910.0, 890.0))]
+)
+def test_there_is_no_verdict_on_a_rate_that_cannot_last(chunked, nixl):
+    answer = answered(chunked, nixl)
+    found = verdict(answer)
+    assert found is not None
+    assert (found.choice, found.gain) == (Choice.UNSURE, None)
+    kind = Kind.CHUNKED if chunked[0] > 100 else Kind.NIXL
+    bound = answer.of(kind).finalist.candidate.hard_bound_per_s
+    assert found.text.startswith(f"Cannot be told: 900 requests/s of {kind.value} (")
+    assert f"cannot last, its bound is {bound:.3g}; the simulation was too short" in found.text
+    (note,) = [line for line in ratio_report.notes(answer) if "cannot last" in line]
+    assert note.startswith(f"{kind.value}: more than {bound:.3g} requests/s cannot last: the simulation was too short")
+
+
+def test_where_a_trace_ends_before_the_simulation_does_it_is_said_and_a_longer_one_is_asked_for():
+    trace = tuple(Request(float(number), 4_000, 20, ()) for number in range(100))
+    short = TraceWorkload(path=Path("trace.jsonl"), trace=trace)
+
+    def on(rates: tuple[float, ...], duration_s: float) -> Answer:
+        answer = answered((5.0, 5.0, 5.0), rates)
+        stretch = Stretch(warm_up_s=1, counted_s=duration_s - 2, cool_down_s=1)
+        return replace(answer, question=replace(answer.question, workload=short), stretch=stretch)
+
+    lines = ratio_report.notes(on((10.0, 11.0, 9.0), 25.0))
+    assert [line for line in lines if "the trace ends" in line] == [
+        "chunked prefill: at 5 requests/s the trace ends after 20 s of the 25 s that are to be simulated: the rate that lasts "
+        "may be lower. Give a longer trace.",
+        "NIXL: at 10 requests/s the trace ends after 10 s of the 25 s that are to be simulated: the rate that lasts "
+        "may be lower. Give a longer trace.",
+    ]
+    assert not [line for line in ratio_report.notes(on((10.0, 11.0, 9.0), 9.0)) if "the trace ends" in line]
+    assert not [line for line in ratio_report.notes(on((0.0, 0.0, 0.0), 9.0)) if "the trace ends" in line]
+    assert "over 3 seeds of a trace that ends before the simulation does" in verdict(on((10.0, 11.0, 9.0), 25.0)).text
+    assert "of a trace" not in verdict(on((10.0, 11.0, 9.0), 9.0)).text
+    found = verdict(on((900.0, 910.0, 890.0), 25.0))
+    assert found is not None
+    assert found.text.endswith("; give a longer trace.")
+
+
+def test_assumptions_name_the_cache_tier_where_there_is_a_row_of_it():
+    answer = answered((10.0, 11.0, 9.0), (15.0, 16.4, 13.6), assume=Assumptions(cache_gb_a_gpu=64))
+    assert "LMCache" not in ratio_report.assumptions(answer)
+    cached = replace(answer, best=(*answer.best, Best(kind=Kind.NIXL_CACHE_FP8, finalist=None, why_none="none")))
+    assert "USD a GPU-hour; LMCache 64 GB and 25 GB/s a GPU. " in ratio_report.assumptions(cached)
+
+
 def test_what_gain_is_worth_it_is_the_askers_to_say():
     rates = (10.0, 11.0, 9.0), (12.0, 13.2, 10.8)
     assert verdict(answered(*rates)).choice is Choice.DISAGGREGATE
@@ -380,6 +431,76 @@ def test_the_command_says_what_is_wrong_and_fails(arguments, said):
     assert found.exit_code == 1
     assert said in found.stderr
     assert not found.stdout
+
+
+def trace_file(path: Path, count: int, blocks: int = 2) -> str:
+    """A request a second, of so many blocks of 512 tokens, and an answer of 50."""
+    lines = [
+        {
+            "timestamp": 1000 * number,
+            "input_length": 512 * blocks,
+            "output_length": 50,
+            "hash_ids": list(range(blocks * number, blocks * (number + 1))),
+        }
+        for number in range(count)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+def test_a_trace_that_is_too_short_to_say_anything_is_refused(tmp_path):
+    path = trace_file(tmp_path / "short.jsonl", 60)
+    found = CliRunner().invoke(app, [*BASE, "--trace", path, "--quick"])
+    assert found.exit_code == 1
+    assert found.stderr == f"baton: {path}: a trace of at least 100 requests is needed, there are 60\n"
+    assert not found.stdout
+
+
+SIMPLE = (
+    "--arrangement",
+    "chunked",
+    "--arrangement",
+    "nixl",
+    "--quick",
+    "--seeds",
+    "2",
+    "--prefill-tp",
+    "1",
+    "--decode-tp",
+    "1",
+)
+
+
+def test_of_a_short_trace_there_is_no_verdict_but_a_note_that_it_ended(tmp_path):
+    found = CliRunner().invoke(app, [*BASE, "--trace", trace_file(tmp_path / "burst.jsonl", 100, 8), *SIMPLE])
+    assert found.exit_code == 0, found.stderr
+    printed = found.stdout.replace("\n  ", " ")
+    assert "requests/s the trace ends after " in printed
+    assert "Cannot be told: " in printed
+    assert "cannot last, its bound is " in printed
+    assert "give a longer trace." in printed
+    assert "is enough" not in printed
+
+
+def test_a_trace_whose_requests_are_all_served_in_time_at_once_is_too_short_for_a_rate(tmp_path):
+    path = trace_file(tmp_path / "small.jsonl", 100, 1)
+    found = CliRunner().invoke(app, [*BASE, "--trace", path, *SIMPLE])
+    assert found.exit_code == 1
+    assert found.stderr.startswith(f"baton: {path}: at ")
+    assert found.stderr.endswith("s are to be simulated: a longer trace is needed\n")
+
+
+def test_a_model_whose_layers_cannot_be_counted_is_planned_with_the_number_that_is_given(tmp_path):
+    config = {**shape_of("llama-3.1-8b").config, "layer_types": ["mamba"] * 16 + ["full_attention"] * 16}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    asked_for = ("--model", str(path), "--isl", "100", "--osl", "5", "--arrangement", "nixl", "--itl-slo", "0.0001")
+    found = CliRunner().invoke(app, [*BASE, *asked_for])
+    assert "give the number of parameters" in found.stderr
+    found = CliRunner().invoke(app, [*BASE, *asked_for, "--parameters", "30e9"])
+    assert "it must read 60.0 GB of weights a step" in found.stderr
+    found = CliRunner().invoke(app, [*BASE, *asked_for, "--parameters", "30e9", "--active-parameters", "40e9"])
+    assert "make no sense" in found.stderr
 
 
 def test_the_command_prints_json_for_programs():

@@ -109,6 +109,12 @@ def test_a_seed_begins_elsewhere_in_a_trace_and_no_request_comes_twice(tmp_path)
     assert trace.shared_tokens(first[3]) == 512, "the block that all have; the other one is nobody else's"
 
 
+def test_a_rate_that_is_far_beyond_what_a_trace_can_show_is_refused_with_what_to_do(tmp_path):
+    trace = of_trace(trace_file(tmp_path))
+    with pytest.raises(PlanError, match=r"trace\.jsonl: at 5e\+04 requests/s its 100 requests come within .* a longer trace"):
+        trace.requests(50_000, 50, 0)
+
+
 def test_a_faulty_trace_is_refused_with_its_name_and_line(tmp_path):
     path = tmp_path / "bad.jsonl"
     with pytest.raises(PlanError, match=r"bad\.jsonl: No such file"):
