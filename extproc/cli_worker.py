@@ -37,6 +37,7 @@ worker_app = typer.Typer(
     help="Run one vLLM worker in the foreground; or look at profiles and at what fits together.",
     epilog="Examples:  baton worker --role prefill --profile llama-3.3-70b-h200  ·  "
     "baton worker --role decode --profile llama-3.3-70b-h200 --variant tp4 --dry-run  ·  "
+    "baton worker --role prefill --profile llama-3.3-70b-h200 --host-cache-gib 512 --dry-run  ·  "
     "baton worker --role prefill --model /models/my-llama --tensor-parallel-size 4 -- --max-logprobs 5  ·  "
     "baton worker profiles  ·  baton worker check llama-3.3-70b-h200",
 )
@@ -85,6 +86,13 @@ def worker(
     kv_events_replay_port: Annotated[int | None, typer.Option(help="Likewise for events that were missed; 0: none.")] = None,
     cache_server: Annotated[
         str | None, typer.Option(help="HOST:PORT of an LMCache server (baton cache-server).", envvar="BATON_CACHE_SERVER")
+    ] = None,
+    host_cache_gib: Annotated[
+        float | None,
+        typer.Option(
+            help="Prefill: GiB of host memory behind the GPU cache, for all its GPUs together; 0: none.",
+            envvar="BATON_HOST_CACHE_GIB",
+        ),
     ] = None,
     tensor_parallel_size: Annotated[
         int | None, typer.Option(min=1, help="GPUs of one engine.", envvar="BATON_TENSOR_PARALLEL_SIZE")
@@ -157,6 +165,7 @@ def worker(
         "kv_events_port": kv_events_port,
         "kv_events_replay_port": kv_events_replay_port,
         "cache_server": cache_server or None,
+        "host_cache_gib": host_cache_gib,
         "tensor_parallel_size": tensor_parallel_size,
         "data_parallel_size": data_parallel_size,
         "data_parallel_local": data_parallel_local,

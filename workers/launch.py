@@ -39,6 +39,8 @@ _OURS = {
     "--data-parallel-rank": "--data-parallel-rank before the --",
     "--data-parallel-size-local": "--data-parallel-local before the --",
     "--data-parallel-start-rank": "--data-parallel-rank before the --",
+    "--kv-offloading-size": "--host-cache-gib before the --, which leaves NIXL where it is: vLLM's own flag takes its place",
+    "--kv-offloading-backend": "--host-cache-gib or --cache-server before the --",
     "--kv-events-config": "kv_events_port in the profile, or --kv-events-port before the --",
     "--shutdown-timeout": "--drain before the --",
     "--ssl-certfile": "--ssl-certfile before the --",
@@ -102,7 +104,8 @@ def plan(
     except ValueError as error:
         raise LaunchError(str(error)) from error
     notes += _replaced(command, environ, given=dict(spec.env))
-    if role == "prefill" and profile.cache is not None and spec.cache_server is None and engine == "vllm":
+    elsewhere = spec.cache_server is not None or spec.host_cache_gib is not None
+    if role == "prefill" and profile.cache is not None and not elsewhere and engine == "vllm":
         notes.append("the profile describes an LMCache server for prefill workers, and none is named: --cache-server")
     return Plan(
         spec=spec,
@@ -139,12 +142,15 @@ def _for_sim(spec: WorkerSpec, arguments: Sequence[str], notes: list[str]) -> tu
     """The spec with one rank, and with options of the simulated engine in place of vLLM's."""
     if spec.data_parallel_size > 1:
         notes.append("the simulated engine has one rank: data parallelism is left out")
+    if spec.host_cache_gib is not None:
+        notes.append("the simulated engine counts its host cache in tokens: --host-cache-tokens after the --")
     alone = replace(
         spec,
         data_parallel_size=1,
         data_parallel_local=None,
         data_parallel_rank=None,
         data_parallel_address=None,
+        host_cache_gib=None,
         env=(),
         extra_args=tuple(arguments),
     )
@@ -194,8 +200,9 @@ def _take_transfer_config(spec: WorkerSpec, notes: list[str]) -> WorkerSpec:
         text = json.dumps(spec.transfer_config)  # the profile's
     if text is None:
         return spec
-    if spec.cache_server is not None:
-        raise LaunchError("--cache-server and --kv-transfer-config: the first is a part of the second; give one of them")
+    for flag, value in (("--cache-server", spec.cache_server), ("--host-cache-gib", spec.host_cache_gib)):
+        if value is not None:
+            raise LaunchError(f"{flag} and --kv-transfer-config: the first is a part of the second; give one of them")
     config, said = obsolete.check_transfer_config(text, spec.role, lease_s=spec.kv_lease_s)
     notes += said
     if spec.kv_load_failure_policy is not None and "kv_load_failure_policy" not in config:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from workers.host_cache import GIB
 from workers.profile import Hardware, ModelFacts, Profile
 from workers.spec import WorkerSpec
 
@@ -29,12 +30,17 @@ class Memory:
     """On each GPU."""
     kv_tokens: int
     """That the worker's cache holds, over all data-parallel ranks here."""
+    host_gb: float = 0.0
+    """Host memory behind the GPU cache, for all GPUs of the worker together."""
+    host_tokens: int = 0
+    """That it holds, the same way."""
 
     def line(self, name: str, gpu_gb: float) -> str:
         """One line for a profile's comment, or a terminal."""
         return (
             f"{name}: {self.gpus} x {gpu_gb:g} GB; of each {self.usable_gb:.1f} usable - {self.weights_gb:.1f} weights - "
             f"{self.overhead_gb:.1f} other = {self.kv_gb:.1f} GB of KV cache; {self.kv_tokens:,} tokens in all"
+            + (f"; {self.host_gb:.1f} GB of host memory behind it: {self.host_tokens:,} tokens" if self.host_gb else "")
         )
 
 
@@ -48,6 +54,9 @@ def memory(spec: WorkerSpec, facts: ModelFacts, hardware: Hardware) -> Memory:
     usable_gb = hardware.memory_gb * share
     kv_gb = usable_gb - weights_gb - facts.overhead_gb
     each = kv_bytes_per_token(facts, spec.kv_cache_dtype or "auto", tp)
+    # vLLM keeps what each rank has, heads that several have included; a latent vector, the same on all, is kept once.
+    in_host = each if facts.mla else each * tp
+    host_bytes = (spec.host_cache_gib or 0.0) * GIB
     return Memory(
         gpus=spec.gpus,
         usable_gb=usable_gb,
@@ -56,6 +65,8 @@ def memory(spec: WorkerSpec, facts: ModelFacts, hardware: Hardware) -> Memory:
         kv_gb=kv_gb,
         kv_bytes_per_token=each,
         kv_tokens=max(0, int(kv_gb * 1e9 / each)) * len(spec.ranks),
+        host_gb=host_bytes / 1e9,
+        host_tokens=int(host_bytes / in_host),
     )
 
 

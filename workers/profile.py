@@ -6,6 +6,7 @@ for the role, a named decode variant, the flags of the command line.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from importlib import resources
 from importlib.resources.abc import Traversable
@@ -76,6 +77,8 @@ class Settings(_Section, frozen=True, kw_only=True):
     kv_events_topic: str | None = None
     ucx_tls: str | None = None
     ucx_net_devices: str | None = None
+    host_cache_gib: float | None = None
+    """In a profile's ``prefill`` part. 0: none, where a layer below has one."""
     kv_cache_gib: int | None = None
     env: dict[str, str] | None = None
     """More variables. Not for secrets: those come from the environment or from files."""
@@ -87,6 +90,8 @@ class Settings(_Section, frozen=True, kw_only=True):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}: at least 1")
+        if self.host_cache_gib is not None and not (math.isfinite(self.host_cache_gib) and self.host_cache_gib >= 0):
+            raise ValueError(f"host_cache_gib: {self.host_cache_gib:g} is not a number of GiB")
         share = self.gpu_memory_utilization
         if share is not None and not 0 < share <= 1:
             raise ValueError(f"gpu_memory_utilization: {share:g} is not a share between 0 and 1")
@@ -263,7 +268,7 @@ def worker_spec(
         raise ProfileError("which model? This profile names none: --model")
     served = values.pop("served_model_name", None) or profile.served_model_name or served_name(model)
     values.setdefault("device", profile.device)
-    for name in ("kv_events_port", "kv_events_replay_port"):
+    for name in ("kv_events_port", "kv_events_replay_port", "host_cache_gib"):
         values[name] = values.get(name) or None
     return WorkerSpec(role=role, model=model, served_model_name=served, env=tuple(env.items()), extra_args=extra_args, **values)
 

@@ -98,6 +98,9 @@ class WorkerSpec:
     """A whole ``--kv-transfer-config`` in place of the one that is made from the other fields."""
     cache_server: str | None = None
     """``HOST:PORT`` of an LMCache server, which then is a second place that KV blocks are kept in and come from."""
+    host_cache_gib: float | None = None
+    """Prefill workers on GPUs: GiB of host memory behind the GPU cache, of all ranks that run here together. What the GPU drops
+    is read back from there. None: no such tier."""
     kv_events_port: int | None = None
     """Rank R publishes what its prefix cache holds on this port plus R. None: no events."""
     kv_events_replay_port: int | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 
+from workers import host_cache
 from workers.lmcache import WORKER_ENV, connector
 from workers.spec import Command, Role, WorkerSpec, ports, ssl_flags
 
@@ -31,7 +32,10 @@ def command(spec: WorkerSpec) -> Command:
 
 
 def transfer_config(spec: WorkerSpec) -> dict[str, object]:
-    """vLLM's ``--kv-transfer-config``: NIXL alone, or NIXL and then the LMCache server."""
+    """vLLM's ``--kv-transfer-config``: NIXL alone, or NIXL and then the LMCache server or host memory.
+
+    Raises ValueError for a place behind the GPU cache that cannot be.
+    """
     if spec.transfer_config is not None:
         return spec.transfer_config
     role = _KV_ROLE[spec.role]
@@ -42,9 +46,14 @@ def transfer_config(spec: WorkerSpec) -> dict[str, object]:
             own["decoder_kv_blocks_ttl"] = spec.decoder_kv_blocks_ttl_s
     nixl: dict[str, object] = {"kv_connector": "NixlConnector", "kv_role": role, "kv_connector_extra_config": own}
     whole = nixl
+    behind = []
+    if spec.host_cache_gib is not None:
+        behind.append(host_cache.connector(spec))
     if spec.cache_server is not None:
+        behind.append(connector(spec.cache_server, device=spec.device))
+    if behind:
         # Blocks are loaded from the first child that has them. NIXL is first: a decode worker takes what was handed over.
-        children = [nixl, connector(spec.cache_server, device=spec.device)]
+        children = [nixl, *behind]
         whole = {"kv_connector": "MultiConnector", "kv_role": role, "kv_connector_extra_config": {"connectors": children}}
     policy = spec.kv_load_failure_policy
     reads = spec.cache_server is not None or spec.bidirectional_kv_xfer

@@ -58,6 +58,8 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     gpu_memory_utilization: float = 0.9
     kv_cache_gib: float | None = None
     """CPU only: what the KV cache will take."""
+    host_cache_gib: float | None = None
+    """GPU only: what the tier in host memory behind the GPU cache will take. None: there is none."""
     bandwidth_bytes_per_s: float | None = None
     """Bandwidth to the peer, where it is known."""
 

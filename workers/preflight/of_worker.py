@@ -29,4 +29,5 @@ def ask_of(spec: WorkerSpec, *, model: Model | None = None, peer: str | None = N
         kv_lease_s=spec.kv_lease_s,
         gpu_memory_utilization=spec.gpu_memory_utilization or 0.9,
         kv_cache_gib=spec.kv_cache_gib if spec.device == "cpu" else None,
+        host_cache_gib=spec.host_cache_gib if spec.device == "gpu" else None,
     )

@@ -10,6 +10,8 @@ from workers.preflight.routes import rdma_works
 
 _SHM_MIN_BYTES = 1 * numbers.GIB
 _SHM_WELL_BYTES = 8 * numbers.GIB
+_PROCESSES_BYTES = 3 * numbers.GIB
+"""Of a worker's own processes, beside weights and caches: an assumption, of the order of what workers here take."""
 _NOFILE_MIN = 4_096
 _NOFILE_WELL = 65_536
 _MEMLOCK_WELL_BYTES = 64 * numbers.GIB
@@ -18,6 +20,7 @@ _MEMLOCK_WELL_BYTES = 64 * numbers.GIB
 def check(facts: Facts, ask: Ask) -> list[Finding]:
     """All findings about limits."""
     findings = [*_memlock(facts, ask), *_shm(facts, ask), *_nofile(facts)]
+    findings += _host_cache(facts, ask)
     if ask.device == "cpu":
         findings += [*_memory(facts, ask), *_cores(facts), *_vectors(facts)]
     return findings
@@ -63,8 +66,22 @@ def _shm(facts: Facts, ask: Ask) -> list[Finding]:
         return []
     found = f"/dev/shm: {numbers.size(size_bytes)}"  # noqa: S108  (words, not a file)
     parallel = ask.tensor_parallel > 1
-    fix = "docker run --ipc host or --shm-size 16g (compose: ipc: host or shm_size: 16g); Kubernetes: an emptyDir of "
-    "medium Memory."
+    fix = (
+        "docker run --ipc host or --shm-size 16g (compose: ipc: host or shm_size: 16g); Kubernetes: an emptyDir of "
+        "medium Memory."
+    )
+    tier_bytes = (ask.host_cache_gib or 0.0) * numbers.GIB
+    if tier_bytes and size_bytes < tier_bytes + _SHM_MIN_BYTES:
+        return [
+            Finding(
+                id="host.shm",
+                severity=Severity.ERROR,
+                found=found,
+                why=f"The host cache of {numbers.size(tier_bytes)} lies in it (vLLM: shared_offload_region.py), and 1 GiB is "
+                "for the rest: the worker does not start.",
+                fix=f"{fix} That large; or a smaller --host-cache-gib.",
+            )
+        ]
     if size_bytes < _SHM_MIN_BYTES:
         return [
             Finding(
@@ -120,7 +137,7 @@ def _memory(facts: Facts, ask: Ask) -> list[Finding]:
     weights = ask.model.weights_bytes if ask.model is not None else None
     cache = (ask.kv_cache_gib or 1.0) * numbers.GIB
     found = f"memory: {numbers.size(usable)} of {numbers.size(total)} free"
-    needed = cache + 3 * numbers.GIB + (weights or 0.0)
+    needed = cache + _PROCESSES_BYTES + (weights or 0.0)
     parts = f"KV cache {numbers.size(cache)}, about 3 GiB for the processes" + (
         f", weights {numbers.size(weights)}" if weights else "; the weights come on top"
     )
@@ -137,6 +154,27 @@ def _memory(facts: Facts, ask: Ask) -> list[Finding]:
     return [
         Finding(id="host.memory", severity=Severity.OK, found=f"{found}; a worker needs about {numbers.size(needed)} ({parts})")
     ]
+
+
+def _host_cache(facts: Facts, ask: Ask) -> list[Finding]:
+    """Whether the tier behind the GPU cache fits: vLLM takes all of it at its start, and locks it for the GPUs."""
+    if ask.host_cache_gib is None or facts.memory_bytes is None:
+        return []
+    tier_bytes = ask.host_cache_gib * numbers.GIB
+    free = facts.memory_bytes if facts.available_bytes is None else min(facts.memory_bytes, facts.available_bytes)
+    found = f"memory: {numbers.size(free)} of {numbers.size(facts.memory_bytes)} free"
+    if free < tier_bytes + _PROCESSES_BYTES:
+        return [
+            Finding(
+                id="host.cache",
+                severity=Severity.ERROR,
+                found=found,
+                why=f"The host cache takes {numbers.size(tier_bytes)} at the start, and the processes about 3 GiB: the kernel "
+                "ends the worker.",
+                fix="A smaller --host-cache-gib, or more memory for the container.",
+            )
+        ]
+    return [Finding(id="host.cache", severity=Severity.OK, found=f"{found}; the host cache takes {numbers.size(tier_bytes)}")]
 
 
 def _cores(facts: Facts) -> list[Finding]:
