@@ -31,9 +31,11 @@ _Shards = list[dict[int, int]]
 class Holder:
     """One that holds blocks. Its number is the lowest that is free."""
 
-    __slots__ = ("bit", "names", "number", "store")
+    __slots__ = ("beside", "bit", "names", "number", "store")
 
     def __init__(self, store: Store) -> None:
+        self.beside = False
+        """Some of its blocks had more in their hashes than tokens and an adapter: a salt, an image."""
         self.store = store
         self.number = store.join(self)
         self.bit = 1 << self.number

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import enum
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from extproc.routing.block_store import LOW, TIERS, Holder, Store, bits
@@ -28,6 +28,10 @@ _DECIDING = frozenset({None, "full_attention", "mla_attention", "sink_full_atten
 
 _KNOWN_SHARE = 0.95
 """An engine whose cache is known to such a share counts as known: late starts end so, see docs/kv-events.md."""
+
+_FALLEN_BLOCKS = 200
+"""Of the blocks that left an engine's host memory, so many of the last tell how well it is known. An assumption: enough that a
+few that were not known do not matter."""
 
 _NOTED = -1
 """In place of a group: what others say of an endpoint."""
@@ -49,6 +53,7 @@ class Tier(enum.Enum):
 
 _NUMBER = {tier: number for number, tier in enumerate(Tier)}
 _TIERS = tuple(Tier)
+_HOST = Tier.CPU.number
 
 
 class Held(NamedTuple):
@@ -89,6 +94,8 @@ class Source:
         """It may have been started anew: until that is settled, nothing is known of it."""
         self._holders: dict[int, _Holder] = {}
         self._others: set[int] = set()
+        self._fallen = 0
+        self._fallen_known = 1.0
 
     def stored(
         self,
@@ -112,28 +119,37 @@ class Source:
         """Enter what events say into a tier, with stops for breath; see :func:`entering`."""
         return entering(self._owner, self._holder_for, events, tier)
 
-    def removed(self, hashes: Iterable[int | bytes], tier: int = 0, group: int = 0) -> None:
+    def removed(self, hashes: Collection[int | bytes], tier: int = 0, group: int = 0) -> None:
         """Blocks left a tier."""
         holder = self._holders.get(group)
         seen = self._owner.seen
-        if holder is None:
-            if group in self._others:
-                seen.other_groups += sum(1 for _ in hashes)
-            else:
-                seen.unknown_removed += sum(1 for _ in hashes)
+        if holder is None and group in self._others:
+            seen.other_groups += len(hashes)
             return
-        seen.unknown_removed += holder.store.remove(holder, hashes, tier)
+        unknown = len(hashes) if holder is None else holder.store.remove(holder, hashes, tier)
+        seen.unknown_removed += unknown
+        if tier == _HOST and hashes:
+            self._fallen += len(hashes)
+            weight = min(1.0, len(hashes) / _FALLEN_BLOCKS)
+            self._fallen_known += weight * (1.0 - unknown / len(hashes) - self._fallen_known)
 
     def cleared(self) -> None:
-        """It holds nothing: it was started anew or its cache was emptied. From now on all that it holds is known."""
-        self._owner.empty(self)
+        """It holds nothing: it was started anew or its cache was emptied. From now on all that it holds is known.
+
+        vLLM says so too where only the GPU cache was emptied and its host memory was not (``/reset_prefix_cache`` without
+        ``reset_external``). What is left there is not known then, which :attr:`in_step` finds out when it goes.
+        """
+        self._forget()
         self.complete, self.suspect = True, False
 
     def lost(self) -> int:
         """Events were missed: nothing of what was known can be relied on. How many entries went."""
-        gone = self._owner.empty(self)
         self.complete = self.suspect = False
-        return gone
+        return self._forget()
+
+    def _forget(self) -> int:
+        self._fallen, self._fallen_known = 0, 1.0
+        return self._owner.empty(self)
 
     @property
     def known_share(self) -> float:
@@ -149,9 +165,14 @@ class Source:
     @property
     def in_step(self) -> bool:
         """Whether what is known of it can be relied on to be all."""
-        if self.suspect or (self._others and not self._holders):
+        if self.suspect or (self._others and not self._holders) or self._fallen_known < _KNOWN_SHARE:
             return False
-        return self.complete or self.known_share >= _KNOWN_SHARE
+        if self.complete:
+            return True
+        # What its host memory holds since before we listened shows only when it goes, which is in the order of last use.
+        if self._fallen < _FALLEN_BLOCKS and any(each.store.counts[_HOST][each.number] for each in self.holders()):
+            return False
+        return self.known_share >= _KNOWN_SHARE
 
     def holders(self) -> list[_Holder]:
         """Its deciding groups."""

@@ -92,6 +92,31 @@ class Seen:
         """Blocks forgotten because the engine did not find them."""
 
 
+def parents_first(events: Sequence[StoredBlocks]) -> Sequence[StoredBlocks]:
+    """The same events, each behind the one that has its parent, if one of them has.
+
+    vLLM's tier in host memory tells of the blocks of one copy in any order (``offloading/scheduler.py`` keeps their keys in a
+    set), and the GPU may have dropped its own by then, so that nothing else says what a parent is.
+    """
+    if len(events) < 2:
+        return events
+    where = {name: at for at, event in enumerate(events) for name in event.block_hashes}
+    if all(e.parent_block_hash is None or where.get(e.parent_block_hash, -1) < at for at, e in enumerate(events)):
+        return events
+    placed = bytearray(len(events))
+    ordered: list[StoredBlocks] = []
+    for start in range(len(events)):
+        chain: list[StoredBlocks] = []
+        at: int | None = start
+        while at is not None and not placed[at]:
+            placed[at] = 1
+            chain.append(events[at])
+            parent = events[at].parent_block_hash
+            at = None if parent is None else where.get(parent)
+        ordered += reversed(chain)
+    return ordered
+
+
 class Owner(Protocol):
     """Of all stores: it knows how much room there is."""
 
@@ -140,7 +165,8 @@ def entering(
         if holder is None:
             owner.seen.other_groups += count
             continue
-        if len(ids) != count * block_tokens or not block_tokens or (extras and (any(extras) if count > 1 else extras[0])):
+        odd = len(ids) != count * block_tokens or not block_tokens or (extras and (any(extras) if count > 1 else extras[0]))
+        if odd or (tier and holder.beside and extras is None):
             if hashes:
                 _enter(owner, holder, tier, hashes, parents, tokens)
                 hashes, parents, tokens = [], [], array("I")
@@ -252,7 +278,10 @@ def _enter_odd(owner: Owner, holder: Holder, tier: int, event: StoredBlocks, whi
     store, names, hashes, extras = holder.store, holder.names, event.block_hashes, event.extra_keys
     size = store.block_tokens
     data = b""
-    if len(event.token_ids) == len(hashes) * size:
+    # vLLM's tier in host memory says nothing of salts and images (offloading/events.py: extra_keys=None). Where the engine has
+    # such prompts, tokens alone might be those of another one: then only hashes count that the GPU's events have explained.
+    unsaid = tier and extras is None and holder.beside
+    if len(event.token_ids) == len(hashes) * size and not unsaid:
         data = array("I", event.token_ids[which.start * size : which.stop * size]).tobytes()
     parent = hashes[which.start - 1] if which.start else event.parent_block_hash
     before = owner.seed(_adapter(event)) if parent is None else names.get(_name(parent))
@@ -263,6 +292,8 @@ def _enter_odd(owner: Owner, holder: Holder, tier: int, event: StoredBlocks, whi
             block = data[offset * size * TOKEN_BYTES : (offset + 1) * size * TOKEN_BYTES]
             beside = extras[at] if extras and at < len(extras) else None
             more = _extras_of(beside, _adapter(event)) if beside else b""
+            if more:
+                holder.beside = True
             key = xxhash.xxh3_64_intdigest(block + more, before) & KEY_MASK
         elif key is None:
             key = store.key_of(name)

@@ -20,7 +20,7 @@ from extproc.observe.kv_events.addresses import Publisher
 from extproc.observe.kv_events.decode import BlockRemoved, BlockStored, Decoder, Event, NotABatchError, time_of
 from extproc.observe.kv_events.sequence import Sequence, Step
 from extproc.routing.holdings import Source
-from extproc.routing.stored_blocks import PIECE_BLOCKS
+from extproc.routing.stored_blocks import PIECE_BLOCKS, parents_first
 
 _EVENTS, _POLLIN, _NOBLOCK = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK)
 
@@ -295,7 +295,7 @@ class Follower:
                 source.cleared()
         try:
             for tier in sorted(stored):  # what is only a hash in a slower tier has its tokens in the GPU's
-                for blocks in source.entering(stored[tier], tier):
+                for blocks in source.entering(parents_first(stored[tier]) if tier else stored[tier], tier):
                     counts.stored += blocks
                     yield
         except (OverflowError, TypeError, ValueError):
