@@ -27,7 +27,9 @@ from extproc.routing.load import Load
 from extproc.routing.settings import Routing
 from workers import goodput, traces
 from workers.goodput import Summary
+from workers.sim.timing import Profile
 from workers.sim.twin import TwinConfig
+from workers.sim.twin_tier import host_tier
 from workers.traces import BLOCK_TOKENS, Request
 
 _TRACE = Path(__file__).parent / "traces" / "mooncake_synthetic.jsonl.gz"
@@ -45,6 +47,8 @@ class Question:
     """Of the capacity, all requests together."""
     cache_tokens: int = 750_000
     """Of each worker; 750,000 in eight is about a tenth of what the whole synthetic trace uses."""
+    host_tokens: int = 0
+    """Of the host memory behind the cache of each prefill worker."""
     filters: int = 1
     foreign: float = 0.0
     """Share of the requests that others send."""
@@ -115,7 +119,10 @@ def answer(question: Question, requests: Sequence[Request], index: Index, run: i
 
 def setup_of(question: Question) -> Setup:
     """The workers, with caches of that size."""
-    return Setup(engine=TwinConfig(block_tokens=BLOCK_TOKENS, num_blocks=question.cache_tokens // BLOCK_TOKENS))
+    engine = TwinConfig(block_tokens=BLOCK_TOKENS, num_blocks=question.cache_tokens // BLOCK_TOKENS)
+    if not question.host_tokens:
+        return Setup(engine=engine)
+    return Setup(engine=engine, tier=host_tier(question.host_tokens, Profile()), tier_each=True)
 
 
 def load(question: Question) -> list[Request]:
@@ -149,6 +156,7 @@ def main() -> None:
     options.add_argument("--requests", type=int, default=usual.requests)
     options.add_argument("--load", type=float, default=usual.load, help="of the capacity")
     options.add_argument("--cache-tokens", type=int, default=usual.cache_tokens, help="of each worker")
+    options.add_argument("--host-tokens", type=int, default=usual.host_tokens, help="host memory of each prefill worker")
     options.add_argument("--filters", type=int, default=usual.filters)
     options.add_argument("--foreign", type=float, default=usual.foreign, help="share of requests that others send")
     options.add_argument("--runs", type=int, default=usual.runs)

@@ -21,7 +21,7 @@ from extproc.routing.token_chain import TokenChain
 from workers.goodput import Outcome, Status
 from workers.sim.timing import Profile
 from workers.sim.twin import Done, Event, Gaps, Pulled, TwinConfig, TwinEngine, TwinLoad
-from workers.sim.twin_cache import Change, TwinCache
+from workers.sim.twin_cache import Change
 from workers.sim.twin_link import Wires
 from workers.sim.twin_tier import TierConfig, TwinTier
 from workers.traces import BLOCK_TOKENS, Request
@@ -72,8 +72,8 @@ class Dispatcher(Protocol):
 class Watch(Protocol):
     """Who is told what the caches of the workers hold."""
 
-    def begin(self, caches: Mapping[str, TwinCache]) -> None:
-        """The caches of all workers, by address, before anything happens."""
+    def begin(self, engines: Mapping[str, TwinEngine]) -> None:
+        """All workers, by address, before anything happens."""
 
     def told(self, address: str, changes: Sequence[Change], ids: Mapping[int, int]) -> None:
         """A worker's events. ``ids``: the trace's id of each block of a prompt that came so far, by its key."""
@@ -95,13 +95,20 @@ class Setup:
     shared_links: bool = False
     """Whether transfers through the same worker share its link. False: each takes as long as if it were alone."""
     tier: TierConfig | None = None
-    """Behind the caches of the workers that prefill; only with ``shared_links``."""
+    """Behind the caches of the workers that prefill: one for all of them, or one each."""
+    tier_each: bool = False
+    """Each has its own, as host memory is. Only without ``shared_links``, and one for all only with them."""
     all_gaps: bool = False
     """Whether the times between all tokens are kept, and not only each request's 99th percentile."""
     hop_s: float = 0.002
     """From one process to the next."""
     scrape_s: float = 1.0
     """How often the workers report."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a tier whose reads have no way to share what they share, or one that has."""
+        if self.tier is not None and self.tier_each == self.shared_links:
+            raise ValueError("tier: one for all workers needs shared_links, and one for each goes without")
 
     @property
     def prefill_addresses(self) -> tuple[str, ...]:
@@ -266,6 +273,14 @@ class _Worker:
             gaps=engine.gaps or (),
         )
 
+    def tells(self) -> Sequence[Change]:
+        """What its caches have to tell since the last time; the first time they begin to take note."""
+        engine = self.engine
+        told, engine.cache.changes = engine.cache.changes or (), []
+        if engine.tier is not None:
+            engine.tier.changes = engine.cache.changes  # one list: order matters
+        return told
+
     def stirred(self) -> None:
         next_s = self.engine.next_event_s()
         self.next_s = math.inf if next_s is None else next_s
@@ -288,7 +303,12 @@ class _Run:
         self._tenant = tenant
         self._wires = setup.wires()
         tier = None if setup.tier is None else TwinTier(setup.tier)
-        self._prefill = {address: _Worker(address, *setup.of_prefill, self._wires, tier) for address in setup.prefill_addresses}
+        self._prefill = {
+            address: _Worker(
+                address, *setup.of_prefill, self._wires, TwinTier(setup.tier) if setup.tier and setup.tier_each else tier
+            )
+            for address in setup.prefill_addresses
+        }
         self._decode = {
             address: _Worker(address, setup.engine, setup.profile, self._wires, None if self._prefill else tier)
             for address in setup.decode_addresses
@@ -306,9 +326,9 @@ class _Run:
         for worker in self._workers if setup.all_gaps else ():
             worker.engine.gaps = []
         for worker in self._workers if watches else ():
-            worker.engine.cache.changes = []
+            worker.tells()
         for watch in watches:
-            watch.begin({worker.address: worker.engine.cache for worker in self._workers})
+            watch.begin({worker.address: worker.engine for worker in self._workers})
 
     def run(self) -> Replayed:
         began_s = time.perf_counter()
@@ -480,10 +500,7 @@ class _Run:
 
     def _tell(self, worker: _Worker, now_s: float) -> None:
         """Its events reach all who watch."""
-        cache = worker.engine.cache
-        changes, cache.changes = cache.changes, []
-        assert changes is not None
-        told, address = changes, worker.address
+        told, address = worker.tells(), worker.address
         for watch in self._watches:
             self._send(now_s + self._setup.hop_s, lambda _, to=watch: to.told(address, told, self._ids))  # type: ignore[misc]
 

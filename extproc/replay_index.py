@@ -7,10 +7,11 @@ from enum import StrEnum
 
 from extproc.replay import Dispatcher, Setup, Watch, chain_of_ids, tokens_of
 from extproc.replay_router import Routed, Several
-from extproc.routing.holdings import Held, Holdings
+from extproc.routing.holdings import Held, Holdings, Tier
 from extproc.routing.settings import Routing
 from extproc.routing.token_chain import TokenChain
-from workers.sim.twin_cache import Change, Left, TwinCache
+from workers.sim.twin import TwinEngine
+from workers.sim.twin_cache import Change, Left
 from workers.traces import BLOCK_TOKENS
 
 _MAX_BLOCKS = 4_000_000
@@ -27,29 +28,30 @@ class Index(StrEnum):
 class Events(Holdings):
     """The filter's own holdings, fed with the events of the replay's workers."""
 
-    def begin(self, caches: Mapping[str, TwinCache]) -> None:
+    def begin(self, engines: Mapping[str, TwinEngine]) -> None:
         """All caches are empty, and every event from now on is seen."""
-        for address in caches:
+        for address in engines:
             self.source(address).cleared()
 
     def told(self, address: str, changes: Sequence[Change], ids: Mapping[int, int]) -> None:
         """What a worker's events say."""
         source = self.source(address)
         for change in changes:
+            tier = Tier.CPU.number if change.below else Tier.GPU.number
             if isinstance(change, Left):
-                source.removed([_name(key) for key in change.keys])
+                source.removed([_name(key) for key in change.keys], tier)
                 continue
             tokens = [token for key in change.keys for token in tokens_of(ids.get(key, key))]
             before = None if change.before is None else _name(change.before)
-            source.stored([_name(key) for key in change.keys], before, tokens, BLOCK_TOKENS)
+            source.stored([_name(key) for key in change.keys], before, tokens, BLOCK_TOKENS, tier=tier)
 
 
 class Oracle(Holdings):
     """Looks into the caches at the moment of the question."""
 
-    def begin(self, caches: Mapping[str, TwinCache]) -> None:
+    def begin(self, engines: Mapping[str, TwinEngine]) -> None:
         """These are looked into."""
-        self._caches = caches
+        self._engines = engines
 
     def told(self, address: str, changes: Sequence[Change], ids: Mapping[int, int]) -> None:
         """It need not be told."""
@@ -57,16 +59,21 @@ class Oracle(Holdings):
     def lookup(self, chain: TokenChain) -> dict[str, Held]:
         """What each holds now."""
         keys = chain_of_ids(chain.token_ids[::BLOCK_TOKENS], chain.tokens).hashes
-        found = {address: cache.match(keys) * BLOCK_TOKENS for address, cache in self._caches.items()}
-        return {address: Held(tokens) for address, tokens in found.items() if tokens}
+        found = {}
+        for address, engine in self._engines.items():
+            gpu = engine.cache.match(keys)
+            below = 0 if engine.tier is None else engine.tier.match(keys[gpu:])
+            if gpu + below:
+                found[address] = Held(gpu * BLOCK_TOKENS, below * BLOCK_TOKENS)
+        return found
 
     def in_step(self, address: str) -> bool:
         """Always, and all of them."""
-        return address in self._caches
+        return address in self._engines
 
     def addresses(self) -> list[str]:
         """All workers."""
-        return list(self._caches)
+        return list(self._engines)
 
     def block_sizes(self) -> tuple[int, ...]:
         """Those of the trace."""
@@ -74,7 +81,7 @@ class Oracle(Holdings):
 
     def block_tokens(self, address: str) -> int | None:
         """The same, of those there are."""
-        return BLOCK_TOKENS if address in self._caches else None
+        return BLOCK_TOKENS if address in self._engines else None
 
 
 def filters(setup: Setup, routing: Routing, index: Index, count: int = 1) -> tuple[Dispatcher, list[Watch]]:

@@ -77,6 +77,7 @@ class Bench:
             cache_tokens=options.cache_tokens,
             events=options.precise,
         )
+        base = replace(base, host_tokens=round(options.host_cache * base.cache_tokens))
         if options.cache_share is None:
             yield base, options.traces
             return
@@ -92,7 +93,10 @@ class Bench:
                 f"{base.prefill * cache / working:.1%} of that"
                 + (": the longest request must fit" if cache > wanted + BLOCK_TOKENS else "")
             )
-            yield replace(base, cache_tokens=cache), (trace,)
+            host = round(options.host_cache * cache)
+            if host:
+                self.say(f"  and behind each of those the host's memory holds {host:,}")
+            yield replace(base, cache_tokens=cache, host_tokens=host), (trace,)
 
     def _requests(self, trace: str) -> list[Request]:
         """Those of a trace that may be sent. Raises EngineError, OSError, ValueError."""

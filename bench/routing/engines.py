@@ -39,6 +39,8 @@ class EngineOptions:
     """Large blocks mean few hashes: the engines' own work must stay small beside what they simulate."""
     cache_tokens: int = 2_500_000
     """KV cache of one worker."""
+    host_tokens: int = 0
+    """KV that the host's memory keeps behind the cache of each prefill worker."""
     max_model_len: int = 200_000
     events: bool = False
     """They publish KV events."""
@@ -107,6 +109,8 @@ class Engines:
                     *("--kv-lease-duration-s", "120"),
                     "--enable-prompt-tokens-details",
                 )
+                if index < options.prefill and options.host_tokens:
+                    argv += ("--host-cache-tokens", str(options.host_tokens))
                 if options.events:
                     argv += ("--kv-events-port", str(self._event_ports[index]))
                     argv += ("--kv-events-replay-port", str(self._replay_ports[index]))

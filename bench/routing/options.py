@@ -18,6 +18,14 @@ _FULL = tuple(name for name in _PREDICTING if name not in ("random", "least-load
 _ONCE_LOAD = 0.9
 """Where the others run too, unless the policies are named: at every load they would add half an hour and tell little more."""
 _PRESSURE = 0.1
+_HOST_CACHE = 3.0
+"""Two H200 have room for some 520,000 tokens of the profile's KV beside its weights; three times that is 510 GB, and hosts
+of four such workers, of which one or two prefill, have 2 TB."""
+_ROUTERS = 4
+"""Gateways of a mesh: one for each zone or node, or as many as an autoscaler finds right."""
+_PRECISE_TRACE, _PRECISE_OFFSET, _PRECISE_REQUESTS, _PRECISE_LOAD = "synthetic", 2890, 1000, 1.1
+"""What caches hold matters where prompts begin alike, and in runs that are long enough for it to be driven out again. Of the
+first requests of the conversation trace 5 % of all tokens have been seen before, whatever is known of it."""
 _EVENT_BLOCK_TOKENS = 16
 """vllm-router takes no other for prefill workers that publish events."""
 _TRACE_FOLDER = Path(__file__).parent.parent / "traces"
@@ -44,6 +52,8 @@ class Options:
     cache_tokens: int
     cache_share: float | None
     """Of a run's working set, what all prefill caches hold together; None: ``cache_tokens`` it is."""
+    host_cache: float
+    """What the host's memory of each prefill worker keeps, in multiples of its KV cache."""
     longest_tokens: int | None
     """Requests with longer prompts are left out; None: none is."""
     block_tokens: int
@@ -77,13 +87,22 @@ def parse(arguments: Sequence[str]) -> Options:
     offsets = ", ".join(f"{name} {offset}" for name, offset in TRACES.items())
     only = f"default: {','.join(_FULL)} at every load, all at load {_ONCE_LOAD:g}"
     parser.add_argument("--policies", help=f"of {', '.join(CONTESTANTS)}; {only}")
-    parser.add_argument("--traces", default=",".join(TRACES), help="default: %(default)s")
+    parser.add_argument("--traces", help=f"default: {','.join(TRACES)}, and {_PRECISE_TRACE} with --precise")
     parser.add_argument("--traces-dir", type=Path, help="default: bench/traces")
     parser.add_argument(
-        "--loads", help="shares of the capacity under round robin; default: 0.5,0.7,0.9,1.1,1.2, and 0.9 with --precise"
+        "--loads",
+        help=f"shares of the capacity under round robin; default: 0.5,0.7,0.9,1.1,1.2, and {_PRECISE_LOAD:g} with --precise",
     )
-    parser.add_argument("--requests", type=int, default=250, help="of a run at load 1; more at a higher load (default: 250)")
-    parser.add_argument("--offset", type=int, help=f"requests left out before the first (default: {offsets})")
+    parser.add_argument(
+        "--requests",
+        type=int,
+        help=f"of a run at load 1; more at a higher load (default: 250, and {_PRECISE_REQUESTS} with --precise)",
+    )
+    parser.add_argument(
+        "--offset",
+        type=int,
+        help=f"requests left out before the first (default: {offsets}, and {_PRECISE_OFFSET} with --precise alone)",
+    )
     parser.add_argument("--speed", type=float, default=3.0, help="so many times faster than the engines' profile (default: 3)")
     parser.add_argument("--cache-tokens", type=int, default=2_500_000, help="KV cache of a worker (default: 2,500,000)")
     parser.add_argument(
@@ -92,15 +111,23 @@ def parse(arguments: Sequence[str]) -> Options:
         help="KV cache by need: all prefill workers' together hold this share of the different prompt blocks of a run, but at "
         "least the longest request each; decode workers have as much each",
     )
+    parser.add_argument(
+        "--host-cache",
+        type=float,
+        help="KV that the memory of each prefill worker's host keeps, in multiples of its cache (default: 0, and "
+        f"{_HOST_CACHE:g} with --precise)",
+    )
     parser.add_argument("--longest", type=int, help="leave out requests with longer prompts, in tokens")
     parser.add_argument("--block-tokens", type=int, help="block size of the engines (default: 128, and 16 with --precise)")
     parser.add_argument(
         "--precise",
         action="store_true",
-        help=f"the engines publish KV events; policies: {','.join(IN_PRECISE_MODE)}; --cache-share 0.1",
+        help=f"the engines publish KV events; policies: {','.join(IN_PRECISE_MODE)}; --cache-share {_PRESSURE:g}",
     )
     parser.add_argument(
-        "--routers", type=int, default=1, help="instances of each router that share the requests and do not talk (default: 1)"
+        "--routers",
+        type=int,
+        help=f"instances of each router that share the requests and do not talk (default: 1, and {_ROUTERS} with --precise)",
     )
     parser.add_argument("--peers", type=Path, default=default_peers(), help="virtual environment of the peers")
     parser.add_argument("--quick", action="store_true", help="a smoke run: two policies, one trace, one load, 60 requests")
@@ -115,7 +142,16 @@ def parse(arguments: Sequence[str]) -> Options:
         given.policies, given.traces, given.loads, given.requests = "baton,round-robin", "conversation", "0.9", 67
     if given.precise and given.cache_share is None:
         given.cache_share = _PRESSURE
-    given.loads = given.loads or ("0.9" if given.precise else "0.5,0.7,0.9,1.1,1.2")
+    if given.precise and given.traces is None and given.requests is None and given.offset is None:
+        given.offset = _PRECISE_OFFSET
+    given.traces = given.traces or (_PRECISE_TRACE if given.precise else ",".join(TRACES))
+    if given.requests is None:
+        given.requests = _PRECISE_REQUESTS if given.precise else 250
+    if given.routers is None:
+        given.routers = _ROUTERS if given.precise else 1
+    if given.host_cache is None:
+        given.host_cache = _HOST_CACHE if given.precise else 0.0
+    given.loads = given.loads or (f"{_PRECISE_LOAD:g}" if given.precise else "0.5,0.7,0.9,1.1,1.2")
     given.block_tokens = given.block_tokens or (_EVENT_BLOCK_TOKENS if given.precise else 128)
     folder = given.traces_dir or _TRACE_FOLDER
     try:
@@ -130,6 +166,8 @@ def parse(arguments: Sequence[str]) -> Options:
         raise OptionsError("--requests: at least 10; --speed: above 0 and at most 100")
     if given.cache_share is not None and not 0 < given.cache_share <= 10:
         raise OptionsError("--cache-share: above 0 and at most 10")
+    if not 0 <= given.host_cache <= 100:
+        raise OptionsError("--host-cache: 0 to 100")
     if not 1 <= given.routers <= 8:
         raise OptionsError("--routers: 1 to 8")
     options = Options(
@@ -142,6 +180,7 @@ def parse(arguments: Sequence[str]) -> Options:
         speed=given.speed,
         cache_tokens=given.cache_tokens,
         cache_share=given.cache_share,
+        host_cache=given.host_cache,
         longest_tokens=given.longest,
         precise=given.precise,
         routers=given.routers,

@@ -41,8 +41,8 @@ class Looking(Holdings):
             return {}
         head = f"POST /sim/held HTTP/1.1\r\nhost: engine\r\ncontent-length: {len(body)}\r\n\r\n".encode()
         asked = [address for address in self.addresses_asked if self._ask(address, head + body)]
-        found = {address: self._read(address) * self.engine_block_tokens for address in asked}
-        return {address: Held(tokens) for address, tokens in found.items() if tokens}
+        found = {address: self._read(address) for address in asked}
+        return {address: held for address, held in found.items() if held.tokens}
 
     def in_step(self, address: str) -> bool:
         """Always."""
@@ -102,7 +102,7 @@ class Looking(Holdings):
                 self._drop(address)
         return False
 
-    def _read(self, address: str) -> int:
+    def _read(self, address: str) -> Held:
         link, got = self._links[address], b""
         try:
             while b"}" not in got:
@@ -110,10 +110,11 @@ class Looking(Holdings):
                 if not more:
                     raise ConnectionResetError
                 got += more
-            return int(msgspec.json.decode(got[got.index(b"{") :])["blocks"])
+            answer, size = msgspec.json.decode(got[got.index(b"{") :]), self.engine_block_tokens
+            return Held(answer["blocks"] * size, answer["host_blocks"] * size)
         except (OSError, ValueError):
             self._drop(address)
-            return 0
+            return Held(0)
 
     def _drop(self, address: str) -> None:
         link = self._links.pop(address, None)

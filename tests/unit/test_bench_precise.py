@@ -103,10 +103,11 @@ def _hit(name: str, ratio: float) -> report.RunResult:
 
 def test_precise_mode_has_pressure_small_blocks_and_who_hears_events() -> None:
     found = options.parse(["--precise"])
-    assert (found.cache_share, found.block_tokens, found.loads) == (0.1, 16, (0.9,))
-    assert set(found.policies_at(0.9)) >= {"baton", "precise", "oracle", "vllm-router-events"}
+    assert (found.cache_share, found.block_tokens, found.loads, found.traces) == (0.1, 16, (1.1,), ("synthetic",))
+    assert set(found.policies_at(1.1)) >= {"baton", "precise", "oracle", "vllm-router-events"}
+    assert found.host_cache > 0 and found.routers > 1, "as meshes are: hosts with memory, more than one gateway"
     usual = options.parse([])
-    assert (usual.cache_share, usual.block_tokens) == (None, 128)
+    assert (usual.cache_share, usual.block_tokens, usual.host_cache, usual.routers) == (None, 128, 0, 1)
     assert not {"precise", "oracle", "vllm-router-events"} & set(usual.policies_at(0.9))
 
 

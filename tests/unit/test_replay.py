@@ -18,6 +18,7 @@ from extproc.routing.settings import Routing
 from workers import goodput, traces
 from workers.goodput import Status
 from workers.sim.twin import TwinConfig
+from workers.sim.twin_tier import host_tier
 from workers.traces import Request
 
 SETUP = Setup(prefill=3, decode=5)
@@ -233,18 +234,21 @@ def test_a_refusal_of_one_policy_is_json_without_nan(trace_file):
     assert json.loads(as_json(found))["lines"][0]["summary"]["ttft_p50_s"] is None
 
 
-def hit_ratio(index, count, requests):
-    """With caches that hold a small part of what comes."""
+def hit_ratio(index, count, requests, host_tokens=0):
+    """With caches that hold a small part of what comes, and hosts that hold more."""
     small = Setup(prefill=3, decode=5, engine=TwinConfig(num_blocks=300))
+    if host_tokens:
+        small = replace(small, tier=host_tier(host_tokens, small.profile), tier_each=True)
     dispatcher, watches = filters(small, routing_of(Routing(), small), index, count)
     found = replay(requests, dispatcher, small, no_aims, watches=watches).outcomes
     return sum(each.cached_tokens for each in found) / sum(each.input_tokens for each in found)
 
 
+@pytest.mark.parametrize("host_tokens", [0, 900 * 512])
 @pytest.mark.parametrize("count", [1, 2])
-def test_who_hears_the_events_knows_as_much_as_who_looks_into_the_caches(count):
+def test_who_hears_the_events_knows_as_much_as_who_looks_into_the_caches(count, host_tokens):
     requests = conversations(250, rate_per_s=1.5)
-    events, oracle = hit_ratio(Index.EVENTS, count, requests), hit_ratio(Index.ORACLE, count, requests)
+    events, oracle = (hit_ratio(index, count, requests, host_tokens) for index in (Index.EVENTS, Index.ORACLE))
     assert oracle > 0.05
     assert events == pytest.approx(oracle, rel=0.02)
 
@@ -252,3 +256,9 @@ def test_who_hears_the_events_knows_as_much_as_who_looks_into_the_caches(count):
 def test_events_find_what_another_filter_has_put_there_and_nothing_that_it_drove_out():
     requests = conversations(250, rate_per_s=1.5)
     assert hit_ratio(Index.EVENTS, 2, requests) > 1.1 * hit_ratio(Index.PREDICTED, 2, requests)
+
+
+def test_events_find_what_the_hosts_hold_which_nobody_can_predict_from_the_size_of_a_cache():
+    requests = conversations(250, rate_per_s=1.5)
+    predicted, events = (hit_ratio(index, 1, requests, 900 * 512) for index in (Index.PREDICTED, Index.EVENTS))
+    assert events > 1.1 * predicted

@@ -9,13 +9,15 @@ from hypothesis import strategies as st
 
 from workers.goodput import percentile
 from workers.sim.blocks import BlockPool, Kv
-from workers.sim.core import Core, CoreConfig, Identity, Plan, Pull
+from workers.sim.core import Core, CoreConfig, Identity, Load, Plan, Pull
 from workers.sim.handoff import Handoffs
+from workers.sim.host_cache import HostCache
 from workers.sim.request import Sequence
 from workers.sim.text import Stop
 from workers.sim.timing import Profile
 from workers.sim.twin import Done, Pulled, TwinConfig, TwinEngine
 from workers.sim.twin_cache import TwinCache
+from workers.sim.twin_tier import TwinTier, host_tier
 
 BLOCK = 16
 PROFILE = Profile(handshake_s=0.3)
@@ -24,7 +26,7 @@ PROFILE = Profile(handshake_s=0.3)
 class CoreEngine:
     """The engine's own core on a virtual clock, with the interface of the twin."""
 
-    def __init__(self, name: str, config: TwinConfig, profile: Profile) -> None:
+    def __init__(self, name: str, config: TwinConfig, profile: Profile, host_blocks: int = 0) -> None:
         core = CoreConfig(
             block_size=config.block_tokens,
             num_blocks=config.num_blocks + 1,
@@ -36,7 +38,10 @@ class CoreEngine:
         self.name, self.profile = name, profile
         self.pool = BlockPool(core.num_blocks, core.block_size)
         self.handoffs = Handoffs(self.pool, lease_s=core.lease_s)
-        self.core = Core(core, self.pool, self.handoffs, Identity(name, "127.0.0.1", 1))
+        host = HostCache(host_blocks, core.block_size) if host_blocks else None
+        self.core = Core(core, self.pool, self.handoffs, Identity(name, "127.0.0.1", 1), host=host)
+        self.loads: list[tuple[float, Load]] = []
+        self.host_free_s = 0.0
         self.times: dict[str, list[float]] = {}
         self.ended: list[str] = []
         self.sequences: dict[str, Sequence] = {}
@@ -64,7 +69,7 @@ class CoreEngine:
         self.wake_s = now_s
 
     def next_event_s(self):
-        first = min([self.wake_s if self.plan is None else self.end_s, *(ready for ready, _, _ in self.pulls)])
+        first = min([self.wake_s if self.plan is None else self.end_s, *(entry[0] for entry in (*self.pulls, *self.loads))])
         return None if first == float("inf") else first
 
     def advance(self, now_s):
@@ -87,6 +92,10 @@ class CoreEngine:
                     Pulled(pull.sequence.request_id, ready_s, params["remote_engine_id"], pull.tokens, ready_s - began_s)
                 )
                 self.wake_s = at_s
+            for entry in [each for each in self.loads if each[0] <= at_s]:
+                self.loads.remove(entry)
+                self.core.loaded(entry[1].sequence, entry[1].kv)
+                self.wake_s = at_s
             if self.plan is not None and self.end_s <= at_s:
                 plan, self.plan, self.ended = self.plan, None, []
                 self.core.commit(plan, self.end_s)
@@ -95,6 +104,11 @@ class CoreEngine:
                 self.wake_s = float("inf")
                 plan = self.core.plan(at_s)
                 for effect in self.core.effects:
+                    if isinstance(effect, Load):
+                        took_s = self.profile.load_s(len(effect.kv) * self.core.config.block_size)
+                        self.host_free_s = max(at_s, self.host_free_s) + took_s
+                        self.loads.append((self.host_free_s, effect))
+                        continue
                     peer = effect.sequence.kv_params["remote_engine_id"]
                     known_s = self.known.setdefault(peer, at_s + self.profile.handshake_s)
                     self.pulls.append((max(at_s, known_s) + self.profile.transfer_s(effect.tokens), at_s, effect))
@@ -112,9 +126,8 @@ class CoreEngine:
     def done(self, name):
         times, sequence = self.times[name], self.sequences[name]
         gaps = [b - a for a, b in itertools.pairwise(times)]
-        return Done(
-            name, times[-1], sequence.scheduled_s, times[0], sequence.cached_tokens, percentile(gaps, 0.99) if gaps else None
-        )
+        found = sequence.cached_tokens + sequence.host_tokens
+        return Done(name, times[-1], sequence.scheduled_s, times[0], found, percentile(gaps, 0.99) if gaps else None)
 
 
 class Case:
@@ -140,10 +153,15 @@ def workload(seed, count, *, rate=30.0, most_blocks=60, most_answer=40):
     return cases
 
 
-def run(make, cases, config, profile=PROFILE):
-    """One prefill and one decode worker; the events of both legs by name."""
-    engines = {"p": make("p", config, profile), "d": make("d", config, profile)}
+def run(make, cases, config, profile=PROFILE, host_blocks=0):
+    """One prefill and one decode worker; the events of both legs by name. ``host_blocks``: of the prefill worker's host."""
     is_twin = issubclass(make, TwinEngine)
+    host = {"host_blocks": host_blocks}
+    if is_twin and host_blocks:
+        host = {"tier": TwinTier(host_tier(host_blocks * BLOCK, profile, BLOCK))}
+    elif is_twin:
+        host = {}
+    engines = {"p": make("p", config, profile, **host), "d": make("d", config, profile)}
     pending, by_name, done = list(enumerate(cases)), {}, {}
 
     def start(name, case, worker, now_s):
@@ -184,8 +202,8 @@ def run(make, cases, config, profile=PROFILE):
     return done
 
 
-def compare(cases, config, tolerance=1e-6):
-    core, twin = run(CoreEngine, cases, config), run(TwinEngine, cases, config)
+def compare(cases, config, tolerance=1e-6, host_blocks=0):
+    core, twin = (run(make, cases, config, host_blocks=host_blocks) for make in (CoreEngine, TwinEngine))
     assert core.keys() == twin.keys()
     for key, expected in core.items():
         assert twin[key].at_s == pytest.approx(expected.at_s, rel=tolerance), key
@@ -211,6 +229,16 @@ def test_few_sequences_at_once_queue_alike():
 
 def test_a_full_cache_evicts_alike():
     compare(workload(9, 80), TwinConfig(block_tokens=BLOCK, num_blocks=150))
+
+
+@pytest.mark.parametrize("host_blocks", [200, 400])
+def test_host_memory_behind_a_small_cache_is_read_alike(host_blocks):
+    cases = workload(9, 80)
+    config = TwinConfig(block_tokens=BLOCK, num_blocks=150)
+    compare(cases, config, host_blocks=host_blocks)
+    without, behind = (run(TwinEngine, cases, config, host_blocks=blocks) for blocks in (0, host_blocks))
+    found = [sum(done.cached_tokens for (_, worker), done in each.items() if worker == "p") for each in (without, behind)]
+    assert found[1] > 1.1 * found[0], "what the cache has lost comes from the host"
 
 
 @settings(max_examples=15, deadline=None)

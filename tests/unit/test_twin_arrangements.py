@@ -370,9 +370,23 @@ def test_a_full_tier_forgets_what_was_not_asked_for_for_longest_and_the_end_of_a
     assert (tier.match([1, 2, 3]), tier.match([11]), tier.match([31, 32])) == (2, 0, 2)
 
 
-def test_a_tier_without_wires_is_an_error():
-    with pytest.raises(ValueError, match="over wires"):
-        TwinEngine("p", TwinConfig(), PROFILE, tier=TwinTier(TIER))
+def test_a_tier_without_wires_is_read_by_one_prompt_after_the_other():
+    tier = TwinTier(TIER)
+    for start in (0, 5000):
+        tier.store([key + start for key in KEYS])
+    p = TwinEngine("p", TwinConfig(), PROFILE, tier=tier)
+    p.submit_prefill("first", KEYS, 54 * 512 + 1, 1.0)
+    p.submit_prefill("second", [key + 5000 for key in KEYS], 54 * 512 + 1, 1.0)
+    done = [event.at_s - 1.0 for event in p.advance(100.0)]
+    load_s = TIER.overhead_s + 54 * 512 * PROFILE.kv_bytes_a_token / TIER.bytes_a_s
+    step_s = PROFILE.step_s(prefill_tokens=1, prefill_context_tokens=54 * 512, decodes=0, decode_context_tokens=0)
+    assert done == pytest.approx([load_s + step_s, 2 * load_s + step_s], rel=1e-9)
+
+
+@pytest.mark.parametrize("given", [{"shared_links": False, "tier_each": False}, {"shared_links": True, "tier_each": True}])
+def test_a_tier_for_all_needs_links_that_are_shared_and_one_for_each_has_none(given):
+    with pytest.raises(ValueError, match="shared_links"):
+        Setup(tier=TIER, **given)
 
 
 # -- in a replay -----------------------------------------------------------------------------------------------------------

@@ -51,10 +51,12 @@ def add_routes(app: web.Application, worker: Worker, prefix: str) -> None:
         return _answer({})
 
     async def held(request: web.Request) -> web.Response:
-        """How many leading blocks of a prompt are in the prefix cache; the body is their hashes, one after the other."""
+        """How many leading blocks of a prompt are in the prefix cache, and how many behind them in the host's memory; the body
+        is their hashes, one after the other."""
         body = await request.read()
         hashes = [body[at : at + HASH_BYTES] for at in range(0, len(body), HASH_BYTES)]
-        return _answer({"blocks": len(worker.engine.pool.match(hashes))})
+        cached, host = len(worker.engine.pool.match(hashes)), worker.engine.host
+        return _answer({"blocks": cached, "host_blocks": 0 if host is None else host.match(hashes[cached:])})
 
     app.router.add_post(f"{prefix}/held", held)
     app.router.add_get(f"{prefix}/violations", violations)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from workers.sim import hashing
 from workers.sim.blocks import BlockPool, Kv, Stored
 from workers.sim.handoff import Handoffs
+from workers.sim.host_cache import HostCache
 from workers.sim.request import Sequence, Status
 from workers.sim.text import MEAN_ANSWER_TOKENS, Answer
 
@@ -30,6 +31,8 @@ class CoreConfig:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
     prefix_caching: bool = True
+    host_blocks: int = 0
+    """KV blocks that the host's memory keeps behind the GPU's cache."""
     hash_seed: str = hashing.DEFAULT_SEED
     lease_s: float = 30.0
     recompute_on_load_failure: bool = False
@@ -72,13 +75,20 @@ class Release(NamedTuple):
     params: dict[str, Any]
 
 
+class Load(NamedTuple):
+    """Copy these blocks from the host's memory for a sequence, then call loaded()."""
+
+    sequence: Sequence
+    kv: list[Kv]
+
+
 class Stuck(NamedTuple):
     """A prefill was given blocks to read on an engine that cannot: it waits for them for ever, as vLLM 0.32 does."""
 
     request_id: str
 
 
-Effect = Pull | Release | Stuck
+Effect = Pull | Load | Release | Stuck
 
 
 class Work(NamedTuple):
@@ -110,6 +120,8 @@ class Counters:
     local_compute_tokens: int = 0
     local_hit_tokens: int = 0
     pulled_tokens: int = 0
+    host_tokens: int = 0
+    """Loaded from the host's memory."""
     generated_tokens: int = 0
     preemptions: int = 0
     expired: int = 0
@@ -128,10 +140,12 @@ class Core:
         handoffs: Handoffs,
         identity: Identity,
         *,
+        host: HostCache | None = None,
         on_leak: Callable[[str, str, str], None] | None = None,
     ) -> None:
         self.config = config
         self.pool = pool
+        self.host = host
         self.handoffs = handoffs
         self.identity = identity
         self._on_leak = on_leak
@@ -195,6 +209,22 @@ class Core:
             # The last token is computed here in any case: sampling needs its logits.
             sequence.computed = min(until, prompt - 1)
             self.counters.external_hits += until - hit
+        sequence.status = Status.WAITING
+        self.waiting.appendleft(sequence)
+
+    def loaded(self, sequence: Sequence, kv: Seq[Kv]) -> None:
+        """What a sequence was to get from the host's memory is there."""
+        del self.pulling[sequence.request_id]
+        if sequence.status is Status.FINISHED:
+            self.pool.drop(sequence.blocks)
+            sequence.blocks = []
+            return
+        size = self.config.block_size
+        for block, held in zip(sequence.blocks[sequence.computed // size :], kv, strict=False):
+            self.pool.kv[block] = held
+        sequence.computed += len(kv) * size
+        self.counters.external_hits += len(kv) * size
+        self._register(sequence)
         sequence.status = Status.WAITING
         self.waiting.appendleft(sequence)
 
@@ -333,7 +363,25 @@ class Core:
             self._pull(sequence, fresh)
         elif sequence.wants_turn:
             self._pull_turn(sequence)
+        elif self.host is not None and use_cache:
+            self._load(sequence, self.host)
         return True
+
+    def _load(self, sequence: Sequence, host: HostCache) -> None:
+        """What the host's memory has behind the cached blocks; the last token is computed in any case."""
+        size = self.config.block_size
+        cached = sequence.computed // size
+        usable = sequence.hashes[: (len(sequence.token_ids) - 1) // size]
+        wanted = usable[cached : cached + host.match(usable[cached:])]
+        host.touch(usable[: cached + len(wanted)])
+        self.counters.external_queries += len(sequence.token_ids) - sequence.computed
+        if not wanted:
+            return
+        if not sequence.host_tokens and not sequence.preemptions:
+            sequence.host_tokens = len(wanted) * size
+        sequence.status = Status.PULLING
+        self.pulling[sequence.request_id] = sequence
+        self.effects.append(Load(sequence, host.read(wanted)))
 
     def _pull(self, sequence: Sequence, fresh: list[int]) -> None:
         params = sequence.kv_params or {}
@@ -421,6 +469,8 @@ class Core:
             extra_keys=tuple(published),
         )
         self.pool.register(sequence.blocks[first:full], stored)
+        if self.host is not None:
+            self.host.store(stored, [self.pool.kv[block] for block in sequence.blocks[first:full]])
         sequence.registered = full
 
     def _sample(self, sequence: Sequence, count: int, now_s: float) -> None:
@@ -430,10 +480,12 @@ class Core:
             mean = self.config.mean_answer_tokens
             sequence.answer = Answer(state, sequence.stop, mean_tokens=mean, eos_first=sequence.eos_first)
             sequence.first_token_s = now_s
-            sequence.local_tokens = len(sequence.prompt) - (sequence.cached_tokens or 0) - sequence.pulled_tokens
+            found = (sequence.cached_tokens or 0) + sequence.host_tokens
+            sequence.local_tokens = len(sequence.prompt) - found - sequence.pulled_tokens
             self.counters.local_compute_tokens += sequence.local_tokens
             self.counters.local_hit_tokens += sequence.cached_tokens or 0
             self.counters.pulled_tokens += sequence.pulled_tokens
+            self.counters.host_tokens += sequence.host_tokens
         steps = []
         for _ in range(count):
             steps.append(sequence.answer.next())
@@ -493,5 +545,5 @@ class Core:
             "remote_num_tokens": sequence.computed,
             "remote_blocks_expiry_time": None,
             "transfer_mode": "pull",
-            "remote_prefill_cached_tokens": (sequence.cached_tokens or 0) + sequence.pulled_tokens,
+            "remote_prefill_cached_tokens": (sequence.cached_tokens or 0) + sequence.host_tokens + sequence.pulled_tokens,
         }

@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from workers.sim.blocks import BlockPool, CacheEvent, Kv
-from workers.sim.core import Core, CoreConfig, Effect, Identity, Plan, Pull, Stuck
+from workers.sim.core import Core, CoreConfig, Effect, Identity, Load, Plan, Pull, Stuck
 from workers.sim.handoff import Handoffs
 from workers.sim.histogram import Histogram
+from workers.sim.host_cache import HostCache
 from workers.sim.pacing import Pacer
 from workers.sim.request import Sequence, Status
 from workers.sim.side_channel import ChannelClient, ChannelError, ChannelServer
@@ -115,6 +116,10 @@ class Engine:
         self.pool = BlockPool(
             config.core.num_blocks, config.core.block_size, caching=config.core.prefix_caching, on_event=on_cache_event
         )
+        core = config.core
+        self.host = HostCache(core.host_blocks, core.block_size, on_event=on_cache_event) if core.host_blocks else None
+        self._host_free = asyncio.Lock()
+        """Loads from the host's memory come one after the other."""
         self.handoffs = Handoffs(self.pool, lease_s=config.core.lease_s)
         port = config.side_channel_port if side_channel_port is None else side_channel_port
         self.server = ChannelServer(self._on_channel, config.side_channel_host, port)
@@ -137,7 +142,7 @@ class Engine:
         await self.server.open()
         self.stopped = False
         identity = Identity(self.engine_id, self.server.host, self.server.port)
-        self.core = Core(self.config.core, self.pool, self.handoffs, identity, on_leak=self._on_leak)
+        self.core = Core(self.config.core, self.pool, self.handoffs, identity, host=self.host, on_leak=self._on_leak)
         self._spawn(self._steps())
         self._spawn(self._leases())
         self._spawn(self._heartbeats())
@@ -264,6 +269,13 @@ class Engine:
     async def _do(self, effect: Effect) -> None:
         if isinstance(effect, Stuck):
             self.violate("turn_stuck", effect.request_id, "blocks of an answer, without bidirectional_kv_xfer")
+            return
+        if isinstance(effect, Load):
+            async with self._host_free:
+                await self._pause(self.config.profile.load_s(len(effect.kv) * self.config.core.block_size))
+            self.core.loaded(effect.sequence, effect.kv)
+            self._effects()
+            self._work.set()
             return
         if isinstance(effect, Pull):
             kv = await self._pull(effect)
@@ -412,6 +424,7 @@ class Engine:
             "side_channel": [self.server.host, self.server.port],
             "total_blocks": self.pool.num_blocks - 1,
             "free_blocks": self.pool.free_blocks,
+            "host_blocks": 0 if self.host is None else len(self.host),
             "pinned_blocks": len({block for handoff in pinned.values() for block in handoff.blocks}),
             "running": len(core.running),
             "waiting": len(core.waiting),

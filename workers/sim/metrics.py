@@ -79,6 +79,7 @@ class Metrics:
         """All of it, for the text format."""
         core, counters, transfers = engine.core, engine.core.counters, engine.transfers
         waiting = len(core.waiting) + len(core.pulling)
+        external = counters.pulled_tokens + counters.host_tokens
         yield self._gauge("num_requests_running", "Number of requests in model execution batches.", len(core.running))
         yield self._gauge("num_requests_waiting", "Number of requests waiting to be processed.", waiting)
         yield self._gauge(
@@ -116,9 +117,9 @@ class Metrics:
             (
                 "prompt_tokens",
                 "Number of prefill tokens processed.",
-                counters.local_compute_tokens + counters.local_hit_tokens + counters.pulled_tokens,
+                counters.local_compute_tokens + counters.local_hit_tokens + external,
             ),
-            ("prompt_tokens_cached", "Cached prompt tokens.", counters.local_hit_tokens + counters.pulled_tokens),
+            ("prompt_tokens_cached", "Cached prompt tokens.", counters.local_hit_tokens + external),
             ("generation_tokens", "Number of generation tokens processed.", counters.generated_tokens),
             ("nixl_num_failed_transfers", "Number of failed NIXL transfers.", transfers.failed),
             ("nixl_num_failed_notifications", "Number of failed NIXL notifications.", transfers.failed_notifications),
@@ -136,14 +137,14 @@ class Metrics:
             (
                 ("local_compute", counters.local_compute_tokens),
                 ("local_cache_hit", counters.local_hit_tokens),
-                ("external_kv_transfer", counters.pulled_tokens),
+                ("external_kv_transfer", external),
             ),
             "source",
         )
         yield self._counter(
             "prompt_tokens_cached_by_source",
             "Cached prompt tokens by source.",
-            (("device", counters.local_hit_tokens), ("p2p", counters.pulled_tokens)),
+            (("device", counters.local_hit_tokens), ("host", counters.host_tokens), ("p2p", counters.pulled_tokens)),
             "source",
         )
         reasons = ("stop", "length", "abort", "error")

@@ -37,6 +37,7 @@ class SimOptions:
     speed: float = _option(1.0, "so many times faster than the hardware profile; 0: no waiting at all")
     block_size: int = _option(16, "tokens in a KV block")
     num_blocks: int = _option(34_900, "KV blocks of a worker")
+    host_cache_tokens: int = _option(0, "tokens whose KV the host's memory keeps behind the GPU's cache (OffloadingConnector)")
     max_model_len: int = _option(32_768, "tokens of prompt and answer together")
     max_num_seqs: int = _option(256, "sequences in one step")
     max_num_batched_tokens: int = _option(8192, "tokens in one step (chunked prefill)")
@@ -72,6 +73,10 @@ def worker_options(options: SimOptions) -> list[WorkerOptions]:
         raise ValueError("workers: at least one")
     if options.kv_load_failure_policy not in ("fail", "recompute"):
         raise ValueError("kv_load_failure_policy: fail or recompute")
+    if options.host_cache_tokens and not options.enable_prefix_caching:
+        raise ValueError("host_cache_tokens: it keeps what the prefix cache has, and that is off")
+    if options.host_cache_tokens and options.host_cache_tokens < options.block_size:
+        raise ValueError(f"host_cache_tokens: {options.host_cache_tokens} are less than one block of {options.block_size}")
     if (options.num_blocks - 1) * options.block_size < options.max_model_len:
         raise ValueError(
             f"{options.num_blocks} blocks of {options.block_size} tokens cannot hold one request of {options.max_model_len}"
@@ -81,6 +86,7 @@ def worker_options(options: SimOptions) -> list[WorkerOptions]:
     core = CoreConfig(
         block_size=options.block_size,
         num_blocks=options.num_blocks,
+        host_blocks=options.host_cache_tokens // options.block_size,
         max_model_len=options.max_model_len,
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,

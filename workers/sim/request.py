@@ -62,6 +62,8 @@ class Sequence:
     """Full blocks that are in the prefix cache."""
     cached_tokens: int | None = None
     """Prompt tokens found in the prefix cache when it was first scheduled."""
+    host_tokens: int = 0
+    """Prompt tokens that were then loaded from the host's memory."""
     pulled_tokens: int = 0
     local_tokens: int = 0
     answer: Answer | None = None

@@ -120,7 +120,7 @@ def cached_tokens(worker: Worker, results: list[Result], *, always: bool = False
     remote = params.get("remote_prefill_cached_tokens")
     if params.get("do_remote_prefill") and isinstance(remote, int):
         return remote
-    return sequence.cached_tokens or 0
+    return (sequence.cached_tokens or 0) + sequence.host_tokens
 
 
 def prompt_logprobs(result: Result) -> list[dict[str, Any] | None] | None:

@@ -4,8 +4,9 @@ The default profile is derived, not measured: one worker is two H200 (tensor par
 FP8 weights and a BF16 KV cache. From NVIDIA's H200 SXM data sheet: 1,979 TFLOPS dense FP8 and 4.8 TB/s HBM3e a GPU, 141 GB.
 From the published model card: 70.6e9 parameters, 80 layers, hidden size 8,192, 8 KV heads of 128. Assumed, and typical of what
 serving engines reach: 45 % of the peak FLOPS in prefill, 60 % of the peak bandwidth in decode, 2 ms a step for launching and
-scheduling, and one 400 Gb/s port a GPU at 80 % for transfers. That gives about 12,600 prompt tokens/s at short contexts, 14 ms
-a decode step for a small batch, and 4.1 ms to transfer 1,000 tokens.
+scheduling, one 400 Gb/s port a GPU at 80 % for transfers, and PCIe 5.0 x16 (63 GB/s each way) a GPU at 80 % for what comes from
+the host's memory. That gives about 12,600 prompt tokens/s at short contexts, 14 ms a decode step for a small batch, 4.1 ms to
+transfer 1,000 tokens, and 3.3 ms to load them from the host.
 
 A step with prefill tokens in it delays the decodes that share it: that is how a colocated worker stalls its streams.
 """
@@ -35,6 +36,8 @@ class Profile:
     step_overhead_s: float = 0.002
     transfer_bytes_a_s: float = 2 * 50e9 * 0.80
     transfer_overhead_s: float = 0.002
+    host_bytes_a_s: float = 2 * 63e9 * 0.80
+    host_overhead_s: float = 0.002
     handshake_s: float = 5.0
     """The first transfer between two engines. Reports on NIXL speak of about five seconds."""
     attention_apart: bool = False
@@ -75,6 +78,10 @@ class Profile:
         if not self.expert_bytes:
             return self.weight_bytes + kv_bytes
         return self.weight_bytes - self.expert_bytes * (1 - self.expert_share) ** tokens + kv_bytes
+
+    def load_s(self, tokens: int) -> float:
+        """Copying the KV of ``tokens`` tokens from the host's memory."""
+        return self.host_overhead_s + tokens * self.kv_bytes_a_token * self.kv_copies / self.host_bytes_a_s
 
     def transfer_s(self, tokens: int) -> float:
         """Moving the KV of ``tokens`` tokens to another worker, once the two know each other."""

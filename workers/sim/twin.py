@@ -155,14 +155,15 @@ class TwinEngine:
     ) -> None:
         """``wires``: ports ``"{name} in"`` and ``"{peer} out"`` that transfers share, looked after by the caller, who says what
         came with :meth:`arrived`; None: each transfer takes what the profile says. ``tier``: a cache behind this one, read
-        through the ports ``"{name} load"`` and ``"tier"``. Raises ValueError for a tier without wires."""
-        if tier is not None and wires is None:
-            raise ValueError("a tier is read over wires")
+        through the ports ``"{name} load"`` and ``"tier"``; without wires it is this engine's alone, and read by one prompt
+        after the other."""
         self.name = name
         self.config = config
         self.profile = profile
         self._wires = wires
-        self._tier = tier
+        self.tier = tier
+        self._tier_free_s = 0.0
+        """When the reads from the tier are over that were begun without wires."""
         self.cache = TwinCache(config.num_blocks)
         self._waiting: deque[_Sequence] = deque()
         self._running: dict[str, _Sequence] = {}
@@ -426,10 +427,10 @@ class TwinEngine:
         sequence.blocks = [*held, *[None] * fresh]
         sequence.registered = hit
         sequence.computed = hit * size
-        if self._tier is not None and sequence.peer is None:
+        if self.tier is not None and sequence.peer is None:
             usable = self._usable(sequence)
-            sequence.load_blocks = self._tier.match(usable[hit:])
-            self._tier.touch(usable[: hit + sequence.load_blocks])
+            sequence.load_blocks = self.tier.match(usable[hit:])
+            self.tier.touch(usable[: hit + sequence.load_blocks])
         if sequence.scheduled_s is None:
             sequence.scheduled_s = now_s
             sequence.cached_tokens = sequence.computed + sequence.load_blocks * size
@@ -450,12 +451,17 @@ class TwinEngine:
 
     def _begin_load(self, sequence: _Sequence, now_s: float) -> None:
         """Blocks of the tier are on their way."""
-        assert self._wires is not None
-        assert self._tier is not None
-        self._under_way[sequence.name] = now_s, sequence
+        assert self.tier is not None
         size_bytes = sequence.load_blocks * self.config.block_tokens * self.profile.kv_bytes_a_token * self.profile.kv_copies
+        if self._wires is None:
+            begin_s = max(now_s, self._tier_free_s)
+            self._tier_free_s = begin_s + self.tier.config.overhead_s + size_bytes / self.tier.config.bytes_a_s
+            self._order += 1
+            heapq.heappush(self._pulls, (self._tier_free_s, self._order, now_s, sequence))
+            return
+        self._under_way[sequence.name] = now_s, sequence
         ports = "tier", f"{self.name} load"
-        self._wires.begin(self.name, sequence.name, ports, size_bytes, now_s + self._tier.config.overhead_s)
+        self._wires.begin(self.name, sequence.name, ports, size_bytes, now_s + self.tier.config.overhead_s)
 
     def _end_pull(self, events: list[Event]) -> None:
         ready_s, _, began_s, sequence = heapq.heappop(self._pulls)
@@ -486,8 +492,9 @@ class TwinEngine:
         full = min(sequence.computed, sequence.prompt_tokens) // self.config.block_tokens
         if full > sequence.registered and self.config.prefix_caching:
             self.cache.register(sequence.blocks, sequence.registered, sequence.keys[sequence.registered : full])
-            if self._tier is not None:
-                self._tier.store(sequence.keys[sequence.registered : full])
+            if self.tier is not None:
+                before = sequence.keys[sequence.registered - 1] if sequence.registered else None
+                self.tier.store(sequence.keys[sequence.registered : full], before)
             sequence.registered = full
 
     def _join_decodes(self, sequence: _Sequence, step: int, now_s: float) -> None:

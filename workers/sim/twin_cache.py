@@ -20,12 +20,16 @@ class Entered(NamedTuple):
     keys: Sequence[int]
     before: int | None
     """The block before the first of them; None: they begin a prompt."""
+    below: bool = False
+    """In the tier behind the cache (:mod:`workers.sim.twin_tier`)."""
 
 
 class Left(NamedTuple):
     """These blocks are not in the cache any more."""
 
     keys: Sequence[int]
+    below: bool = False
+    """The tier behind the cache."""
 
 
 Change = Entered | Left

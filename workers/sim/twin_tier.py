@@ -1,4 +1,4 @@
-"""A cache behind the caches of several workers, for the twin: memory of hosts or of a server that all of them read and write.
+"""A cache behind the cache of a worker, for the twin: its host's memory, or a server that several of them read and write.
 
 What a worker has computed is there as soon as its step is over: writing goes on beside the next step and is taken to cost
 nothing. Reading takes time, which is the caller's to count (:mod:`workers.sim.twin_link`). Counts and keys, no contents.
@@ -6,9 +6,14 @@ nothing. Reading takes time, which is the caller's to count (:mod:`workers.sim.t
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from workers.sim.timing import Profile
+from workers.sim.twin_cache import Change, Entered, Left
+from workers.traces import BLOCK_TOKENS
 
 
 @dataclass(frozen=True)
@@ -18,10 +23,15 @@ class TierConfig:
     num_blocks: int
     bytes_a_s: float
     """At which one worker reads from it."""
-    total_bytes_a_s: float
-    """At which all of them do."""
+    total_bytes_a_s: float = math.inf
+    """At which all of them do, where several share it."""
     overhead_s: float = 0.002
     """Of each read, before its bytes flow."""
+
+
+def host_tier(tokens: int, profile: Profile, block_tokens: int = BLOCK_TOKENS) -> TierConfig:
+    """The memory of one worker's host."""
+    return TierConfig(tokens // block_tokens, profile.host_bytes_a_s, overhead_s=profile.host_overhead_s)
 
 
 class TwinTier:
@@ -30,6 +40,8 @@ class TwinTier:
     def __init__(self, config: TierConfig) -> None:
         self.config = config
         self._keys: OrderedDict[int, None] = OrderedDict()
+        self.changes: list[Change] | None = None
+        """What has changed, for whoever sets a list here and empties it."""
 
     def match(self, keys: Sequence[int]) -> int:
         """How many of the keys, from the first on, it holds."""
@@ -44,10 +56,16 @@ class TwinTier:
             if key in self._keys:
                 self._keys.move_to_end(key)
 
-    def store(self, keys: Sequence[int]) -> None:
-        """These are full now."""
+    def store(self, keys: Sequence[int], before: int | None = None) -> None:
+        """These are full now. ``before``: the block before the first of them; None: they begin a prompt."""
+        known = len(self._keys)
         for key in reversed(keys):
             self._keys[key] = None
             self._keys.move_to_end(key)
+        if self.changes is not None and len(self._keys) > known:
+            self.changes.append(Entered(keys, before, below=True))
+        gone = []
         while len(self._keys) > self.config.num_blocks:
-            self._keys.popitem(last=False)
+            gone.append(self._keys.popitem(last=False)[0])
+        if gone and self.changes is not None:
+            self.changes.append(Left(gone, below=True))

@@ -342,7 +342,8 @@ class Worker:
         self.violations.clear()
         for request_id in tuple(self.engine.handoffs.pinned):
             self.engine.handoffs.release(request_id)
-        self.engine.pool.clear_cache()
+        if self.engine.pool.clear_cache() and self.engine.host is not None:
+            self.engine.host.clear()
         if self.publisher is not None:
             self.publisher.flush()
 
