@@ -26,6 +26,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         "test_up.py",
         "test_push.py",
         "test_lmcache.py",
+        "test_offload.py",
         "test_kv_events.py",
         "test_next_turn.py",
         "test_preflight_nixl.py",

@@ -175,6 +175,15 @@ async def test_tiers_are_kept_apart() -> None:
         await until(lambda: made.counts.other_tiers == 1)
 
 
+async def test_host_memory_tells_of_the_blocks_of_one_copy_in_any_order() -> None:
+    async with world() as made:
+        ids = _ids(6)
+        made.publish(*[_stored(ids[: (at + 1) * BLOCK], "CPU", start=at) for at in (3, 0, 5, 1, 4, 2)])
+        chain = TokenChain(array("I", ids))
+        await until(lambda: made.holdings.held(chain, made.address) == Held(0, 96))
+        assert made.holdings.seen.orphans == 0
+
+
 async def test_legacy_arrays_are_read() -> None:
     async with world() as made:
         made.publisher.legacy = True

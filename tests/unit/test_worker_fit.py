@@ -64,6 +64,7 @@ WRONG: list[tuple[str, str, ModelFacts, dict[str, Any], dict[str, Any]]] = [
     ("speculative", "error", FACTS, {}, {"speculative": {"method": "eagle3", "model": "d"}, "max_num_seqs": 8}),
     ("hma", "error", FACTS, {"transfer_config": LMCACHE_V1}, {}),
     ("hma", "error", FACTS, {"hybrid_kv_cache_manager": False}, {}),
+    ("host-cache", "warn", FACTS, {"host_cache_gib": 1.0}, {}),
     ("kv-role", "error", FACTS, {"transfer_config": transfer("NixlConnector", "kv_consumer")}, {}),
     (
         "connector",

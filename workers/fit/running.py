@@ -295,6 +295,21 @@ def _memory(pair: Pair) -> Iterator[Misfit]:
             )
 
 
+def _host_cache(pair: Pair) -> Iterator[Misfit]:
+    found = memory_of(pair.prefill.profile, pair.prefill.spec)
+    if found is not None and found.kv_gb > 0 and 0 < found.host_tokens < found.kv_tokens:
+        yield Misfit(
+            rule="host-cache",
+            severity=Severity.WARN,
+            prefill=f"{found.host_tokens:,} tokens behind {found.kv_tokens:,} on the GPUs",
+            decode="",
+            why="every prompt is copied to host memory while it is on the GPU: less room there than on the GPU holds hardly "
+            "anything that the GPU has dropped",
+            source="vLLM 0.32 kv_connector/v1/offloading/scheduler.py: _build_store_jobs",
+            fix="a host_cache_gib of several times the GPU cache, or none",
+        )
+
+
 RULES: tuple[Callable[[Pair], Iterator[Misfit]], ...] = (
     _starts,
     _served_name,
@@ -309,4 +324,5 @@ RULES: tuple[Callable[[Pair], Iterator[Misfit]], ...] = (
     _limits,
     _one_machine,
     _memory,
+    _host_cache,
 )
