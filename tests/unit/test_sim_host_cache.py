@@ -56,20 +56,23 @@ def test_what_was_not_used_for_longest_goes_first_and_ends_before_beginnings() -
     assert host.match([b"a", b"y", b"b"]) == 1, "nothing behind a hole counts"
 
 
-def test_events_name_each_block_with_its_tokens_and_what_is_before_it() -> None:
+def test_events_name_new_blocks_with_their_tokens_and_what_is_before_them() -> None:
     told: list[CacheEvent] = []
-    host = HostCache(3, 2, on_event=told.append)
-    keep(host, "a", "b")
-    first, second = told
-    assert isinstance(first, Stored) and isinstance(second, Stored)
-    assert (first.hashes, first.parent, first.token_ids, first.medium) == ((b"a",), None, (0, 1), "CPU")
-    assert (second.hashes, second.parent, second.token_ids) == ((b"b",), b"a", (2, 3))
+    host = HostCache(5, 2, on_event=told.append)
+    keep(host, "b", "c", parent="a")
+    (event,) = told
+    assert event == replace(stored("b", "c", parent="a"), medium="CPU")
     told.clear()
-    keep(host, "a", "b")
+    keep(host, "b", "c", parent="a")
     assert told == [], "they are there"
-    keep(host, "c", "d", parent="b")
-    assert told[0] == Removed((b"b",), "CPU")
-    assert [each.hashes for each in told[1:] if isinstance(each, Stored)] == [(b"c",), (b"d",)]
+    keep(host, "a", "b", "c", "d", "e")
+    beginning, end = told
+    assert isinstance(beginning, Stored) and isinstance(end, Stored)
+    assert (beginning.hashes, beginning.parent, beginning.token_ids) == ((b"a",), None, (0, 1))
+    assert (end.hashes, end.parent, end.token_ids, end.extra_keys) == ((b"d", b"e"), b"c", (6, 7, 8, 9), (None, None))
+    told.clear()
+    keep(host, "f", parent="e")
+    assert told == [Removed((b"e",), "CPU"), replace(stored("f", parent="e"), medium="CPU")]
 
 
 def test_of_a_prompt_that_is_larger_than_the_memory_the_beginning_is_kept_and_told() -> None:
@@ -79,7 +82,7 @@ def test_of_a_prompt_that_is_larger_than_the_memory_the_beginning_is_kept_and_to
     told.clear()
     keep(host, "a", "b", "c")
     assert told[0] == Removed((b"old",), "CPU")
-    assert [each.hashes for each in told[1:] if isinstance(each, Stored)] == [(b"a",), (b"b",)]
+    assert told[1] == replace(stored("a", "b"), medium="CPU")
     assert len(host) == host.match([b"a", b"b", b"c"]) == 2
 
 

@@ -2,13 +2,14 @@
 
 Every full block that the engine computes, pulls or loads is copied there at once; the least recently used goes first, the end
 of a prompt before its start (``v1/kv_offload/cpu``, policy ``lru``). A block is named by the hash it has in the prefix cache.
-Events say what is in it block by block, as the connector's own do with ``self_describing_kv_events``.
+Events say what is in it with all its tokens, as the connector's own do with ``self_describing_kv_events``; where it has one for
+each block, they have one for each run of consecutive blocks.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from workers.sim.blocks import CacheEvent, Kv, Removed, Stored
@@ -55,21 +56,29 @@ class HostCache:
             return
         if gone:
             self._on_event(Removed(tuple(gone), MEDIUM))
-        for index in new:
-            if stored.hashes[index] in self._kv:
-                self._on_event(self._alone(stored, index))
+        for first, end in _runs([index for index in new if stored.hashes[index] in self._kv]):
+            self._on_event(self._part(stored, first, end))
 
     def clear(self) -> None:
         """Forget all, and say nothing: whoever calls says that everything is gone."""
         self._kv.clear()
 
-    def _alone(self, stored: Stored, index: int) -> Stored:
+    def _part(self, stored: Stored, first: int, end: int) -> Stored:
         size = self._block_size
         return replace(
             stored,
-            hashes=(stored.hashes[index],),
-            parent=stored.hashes[index - 1] if index else stored.parent,
-            token_ids=stored.token_ids[index * size : (index + 1) * size],
-            extra_keys=(stored.extra_keys[index],),
+            hashes=stored.hashes[first:end],
+            parent=stored.hashes[first - 1] if first else stored.parent,
+            token_ids=stored.token_ids[first * size : end * size],
+            extra_keys=stored.extra_keys[first:end],
             medium=MEDIUM,
         )
+
+
+def _runs(indexes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """First and end of each run of consecutive numbers."""
+    first = 0
+    for at in range(1, len(indexes) + 1):
+        if at == len(indexes) or indexes[at] != indexes[at - 1] + 1:
+            yield indexes[first], indexes[at - 1] + 1
+            first = at
