@@ -65,6 +65,8 @@ class Held(NamedTuple):
     lmcache: int = 0
     rank: int = 0
     """The data-parallel rank that holds them: the one that holds most."""
+    others: tuple[Held, ...] = ()
+    """What other ranks behind the same address hold, those that hold some."""
 
     @property
     def tokens(self) -> int:
@@ -254,8 +256,10 @@ class Holdings:
                 best[source] = own._replace(lmcache=own.lmcache + more)
         for source, held in best.items():
             other = found.get(source.address)
-            if other is None or _total(held) > _total(other):
-                found[source.address] = held
+            if other is not None:
+                held, other = (held, other) if _total(held) > _total(other) else (other, held)
+                held = held._replace(others=(*held.others, *other.others, other._replace(others=())))
+            found[source.address] = held
         return found
 
     def held(self, chain: TokenChain, address: str) -> Held | None:
@@ -302,6 +306,10 @@ class Holdings:
     def sources(self, address: str) -> list[Source]:
         """The engines of an endpoint."""
         return list(self._sources.get(address, {}).values())
+
+    def ranks(self, address: str) -> list[int]:
+        """The data-parallel ranks of an endpoint, in their order."""
+        return sorted(self._sources.get(address, ()))
 
     def addresses(self) -> list[str]:
         """Endpoints that were heard of."""

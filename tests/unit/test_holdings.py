@@ -98,7 +98,9 @@ def test_a_removal_concerns_one_endpoint_tier_and_rank() -> None:
     _store(holdings, "a", ids, tier=CPU)
     holdings.source("a").removed(hashes)
     holdings.source("b").removed(hashes[1:])
-    assert holdings.lookup(_chain(ids)) == {"a": Held(0, 4 * BLOCK), "b": Held(3 * BLOCK, rank=1)}
+    others = (Held(BLOCK),)
+    assert holdings.lookup(_chain(ids)) == {"a": Held(0, 4 * BLOCK), "b": Held(3 * BLOCK, rank=1, others=others)}
+    assert (holdings.ranks("a"), holdings.ranks("b"), holdings.ranks("c")) == ([0], [0, 1], [])
 
 
 def test_slower_tiers_count_from_where_the_gpu_ends() -> None:
@@ -453,8 +455,12 @@ def _true(copies: dict[tuple[str, int, int], Counter[int]], ids: list[int]) -> d
         end = next((at for at in range(gpu, 10) if not copies.get((address, rank, CPU), {}).get(hashes[at])), len(hashes))
         held = Held(gpu * BLOCK, (end - gpu) * BLOCK, rank=rank)
         best = found.get(address)
-        if held.tokens and (best is None or (held.tokens, held.gpu) > (best.tokens, best.gpu)):
-            found[address] = held
+        if not held.tokens:
+            continue
+        if best is not None:  # of two ranks
+            best, held = (best, held) if (best.tokens, best.gpu) >= (held.tokens, held.gpu) else (held, best)
+            held = best._replace(others=(held,))
+        found[address] = held
     return found
 
 
