@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_left
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
+from itertools import islice
 
 from extproc.routing.holdings import Holdings
 from extproc.routing.prefix import Chain
@@ -29,17 +30,26 @@ _LONGEST_S = 120.0
 _MOST = 10_000
 """Records of each kind, all workers together; of more the oldest go."""
 
+_LOOKED_AT = 8
+"""So many records of one worker are compared with a prompt, the newest first, of those that share about as much with it. Else
+thousands of prompts with one system prompt would all be looked at for each that comes."""
+
+_FACTOR = 4
+"""From one length at which records are found to the next."""
+
 
 class Sent:
     """One prompt on one worker."""
 
-    __slots__ = ("address", "block_tokens", "keys", "until_s")
+    __slots__ = ("address", "block_tokens", "keys", "rank", "until_s")
 
-    def __init__(self, address: str, keys: array[int], block_tokens: int, until_s: float) -> None:
-        """``block_tokens``: of the keys of a token chain; 0: they are hashes of text."""
+    def __init__(self, address: str, keys: array[int], block_tokens: int, until_s: float, rank: int | None = None) -> None:
+        """``block_tokens``: of the keys of a token chain; 0: they are hashes of text. ``rank``: the place of the engine that the
+        request names, among those behind the address; None: it names none."""
         self.address = address
         self.block_tokens = block_tokens
         self.keys = keys
+        self.rank = rank
         self.until_s = until_s
         """From then on it counts no more."""
 
@@ -49,8 +59,11 @@ class UnderWay:
 
     def __init__(self, holdings: Holdings) -> None:
         self._holdings = holdings
-        self._by_head: dict[tuple[int, int], list[Sent]] = {}
-        """Tokens of a block, key of the first block -> who begins with it."""
+        self._begin: dict[tuple[int, int], dict[str, dict[Sent, None]]] = {}
+        """Tokens of a block, key of the 1st, 4th, 16th ... block -> by worker, what was sent there and begins with all blocks
+        up to it. The oldest first."""
+        self._named: Counter[tuple[str, int]] = Counter()
+        """Worker and rank -> how many of the open ones name it."""
         self._open: dict[Sent, None] = {}
         """The worker has not answered. The oldest first."""
         self._answered: deque[Sent] = deque()
@@ -61,16 +74,19 @@ class UnderWay:
     def __len__(self) -> int:
         return len(self._open) + len(self._answered) + len(self._elsewhere)
 
-    def send(self, address: str, chain: TokenChain, now_s: float) -> Sent | None:
-        """A prompt goes to ``address``. None where nothing has to be remembered: that worker does not tell, or not all."""
+    def send(self, address: str, chain: TokenChain, now_s: float, rank: int | None = None) -> Sent | None:
+        """A prompt goes to ``address``, and names ``rank``. None where nothing has to be remembered: that worker does not tell,
+        or not all."""
         size = self._holdings.block_tokens(address)
         if size is None or not self._holdings.in_step(address):
             return None
-        sent = Sent(address, chain.keys(size), size, now_s + _LONGEST_S)
+        sent = Sent(address, chain.keys(size), size, now_s + _LONGEST_S, rank)
         if not len(sent.keys):
             return None
-        self._by_head.setdefault((size, sent.keys[0]), []).append(sent)
+        self._enter(sent)
         self._open[sent] = None
+        if rank is not None:
+            self._named[address, rank] += 1
         self._sweep(now_s)
         return sent
 
@@ -78,14 +94,14 @@ class UnderWay:
         """Another router sent a prompt to ``address``, of which it tells the hashes of its text."""
         if self._holdings.in_step(address):
             sent = Sent(address, text.hashes, 0, now_s + _ELSEWHERE_S)
-            self._by_head.setdefault((0, sent.keys[0]), []).append(sent)
+            self._enter(sent)
             self._elsewhere.append(sent)
             self._sweep(now_s)
 
     def answered(self, sent: Sent | None, now_s: float) -> None:
         """The worker is through with it: its events are on their way, or here."""
         if sent is not None and sent in self._open:
-            del self._open[sent]
+            self._close(sent)
             if self._holdings.holds(sent.address, sent.keys[-1], sent.block_tokens):
                 self._drop(sent)
                 return
@@ -95,7 +111,7 @@ class UnderWay:
     def failed(self, sent: Sent | None) -> None:
         """The worker did not compute it."""
         if sent is not None and sent in self._open:
-            del self._open[sent]
+            self._close(sent)
             self._drop(sent)
 
     def forget(self, address: str) -> None:
@@ -111,24 +127,59 @@ class UnderWay:
 
         ``text`` is the same prompt, for what other routers sent.
         """
-        if not self._by_head:
+        if not self._begin:
             return
         for size in self._holdings.block_sizes():
             yield from self._common(size, chain.keys(size), size, known, now_s)
         if self._elsewhere:
             yield from self._common(0, text.hashes, text.block_tokens, known, now_s)
 
+    def by_rank(self, chain: TokenChain, address: str, now_s: float) -> dict[int | None, int]:
+        """Rank -> how many leading tokens were sent to one worker for it; None: for that which its balancing chose."""
+        size = self._holdings.block_tokens(address)
+        found: dict[int | None, int] = {}
+        if size is None or not self._begin:
+            return found
+        keys = chain.keys(size)
+        for at in reversed(_places(len(keys))):
+            records = self._begin.get((size, keys[at]), {}).get(address, {})
+            for each in islice((each for each in reversed(records) if each.until_s > now_s), _LOOKED_AT):
+                found[each.rank] = max(found.get(each.rank, 0), _shared(keys, each.keys, at + 1) * size)
+        return found
+
+    def named(self, address: str, rank: int) -> int:
+        """How many requests name this rank, and have no answer yet."""
+        return self._named[address, rank]
+
+    def _close(self, sent: Sent) -> None:
+        del self._open[sent]
+        if sent.rank is not None:
+            self._named[sent.address, sent.rank] -= 1
+            if not self._named[sent.address, sent.rank]:
+                del self._named[sent.address, sent.rank]
+
     def _common(
         self, kind: int, keys: array[int], size: float, known: dict[str, int], now_s: float
     ) -> Iterator[tuple[str, int]]:
-        for each in self._by_head.get((kind, keys[0]), ()) if len(keys) else ():
-            held, theirs = math.ceil(known.get(each.address, 0) / size), each.keys
-            common = min(len(keys), len(theirs))
-            if each.until_s <= now_s or held >= common or keys[held] != theirs[held]:
-                continue
-            # A key covers all blocks before its own: from the first that differs on, nothing is common.
-            count = bisect_left(range(common), True, lo=held + 1, key=lambda at: keys[at] != theirs[at])
-            yield each.address, int(count * size)
+        done: set[str] = set()
+        for at in reversed(_places(len(keys))):  # whoever is found at the longest of these shares most
+            for address, records in self._begin.get((kind, keys[at]), {}).items():
+                if address in done:
+                    continue
+                counting = (each for each in reversed(records) if each.until_s > now_s)
+                newest = list(islice(counting, _LOOKED_AT))
+                if not newest:
+                    continue
+                done.add(address)
+                held = math.ceil(known.get(address, 0) / size)
+                most = max(_shared(keys, each.keys, max(held, at + 1)) for each in newest)
+                if most > held:
+                    yield address, int(most * size)
+
+    def _enter(self, sent: Sent) -> None:
+        for at in _places(len(sent.keys)):
+            workers = self._begin.setdefault((sent.block_tokens, sent.keys[at]), {})
+            workers.setdefault(sent.address, {})[sent] = None
 
     def _sweep(self, now_s: float) -> None:
         """Drop what counts no more."""
@@ -142,8 +193,30 @@ class UnderWay:
             self.failed(oldest)
 
     def _drop(self, sent: Sent) -> None:
-        head = sent.block_tokens, sent.keys[0]
-        same = self._by_head[head]
-        same.remove(sent)
-        if not same:
-            del self._by_head[head]
+        for at in _places(len(sent.keys)):
+            place = sent.block_tokens, sent.keys[at]
+            workers = self._begin[place]
+            records = workers[sent.address]
+            del records[sent]
+            if not records:
+                del workers[sent.address]
+                if not workers:
+                    del self._begin[place]
+
+
+def _places(blocks: int) -> list[int]:
+    """Of so many blocks, those by which a record is found: the 1st, 4th, 16th ..., counted from 0."""
+    found, count = [], 1
+    while count <= blocks:
+        found.append(count - 1)
+        count *= _FACTOR
+    return found
+
+
+def _shared(one: array[int], other: array[int], least: int) -> int:
+    """How many leading blocks are the same, if it is at least so many; else 0."""
+    most = min(len(one), len(other))
+    if least > most or one[least - 1] != other[least - 1]:
+        return 0
+    # A key covers all blocks before its own: from the first that differs on, nothing is common.
+    return bisect_left(range(most), True, lo=least, key=lambda at: one[at] != other[at])
