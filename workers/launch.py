@@ -200,8 +200,8 @@ def _take_transfer_config(spec: WorkerSpec, notes: list[str]) -> WorkerSpec:
         text = json.dumps(spec.transfer_config)  # the profile's
     if text is None:
         return spec
-    for flag, value in (("--cache-server", spec.cache_server), ("--host-cache-gib", spec.host_cache_gib)):
-        if value is not None:
+    for flag, given in (("--cache-server", spec.cache_server), ("--host-cache-gib", spec.host_cache_gib)):
+        if given is not None:
             raise LaunchError(f"{flag} and --kv-transfer-config: the first is a part of the second; give one of them")
     config, said = obsolete.check_transfer_config(text, spec.role, lease_s=spec.kv_lease_s)
     notes += said
