@@ -70,10 +70,10 @@ class Wanted:
 
     __slots__ = (
         *("beginning", "blocks", "chain", "circumstances", "key", "larger", "lora", "media", "model", "request", "rest"),
-        *("salt", "shape", "source", "text", "whole"),
+        *("salt", "shape", "source", "text", "until_s", "whole"),
     )
 
-    def __init__(self, request: InferenceRequest, model: str) -> None:
+    def __init__(self, request: InferenceRequest, model: str, until_s: float) -> None:
         self.request = request
         self.model = model
         """The name that the engine gets."""
@@ -97,6 +97,8 @@ class Wanted:
         self.source = NONE
         self.whole = True
         """False: the chain is only the beginning."""
+        self.until_s = until_s
+        """So long it waits, by the event loop's clock, whatever is tried for it."""
 
 
 _NO_BLOCKS: array[int] = array("Q")
@@ -194,7 +196,7 @@ class TokenSource:
         """The token ids of a prompt, within the bound. ``model`` is the engine's name, ``blocks`` are the hashes of its text's
         blocks. Never raises for what a client sent."""
         started_s = self._clock()
-        wanted = Wanted(request, model)
+        wanted = Wanted(request, model, asyncio.get_running_loop().time() + self._timeout_s)
         try:
             await self._look(wanted, blocks)
         except CannotError as error:
@@ -221,7 +223,7 @@ class TokenSource:
         if len(request.body) <= _AT_ONCE_BYTES:
             self._read(wanted, blocks)
         else:
-            await self._within(self._in_thread(self._read, wanted, blocks))
+            await self._within(wanted, self._in_thread(self._read, wanted, blocks))
         if not wanted.media:
             chain = self._memory.seen(wanted.key)
             if chain is not None and self._trust.has(LEARNED, wanted.model):
@@ -240,8 +242,8 @@ class TokenSource:
                 await self._tokenised(wanted, tokenizer)
                 return
             except CannotError as error:
-                if self._asker is None:
-                    raise
+                if self._asker is None or error.reason == "timeout":
+                    raise  # there is no time left to ask
                 reason = error.reason
         if self._asker is None:
             raise CannotError(reason)
@@ -270,7 +272,7 @@ class TokenSource:
         if len(listed) <= AT_ONCE_BYTES:
             ids = unpack(listed)
         else:
-            ids = await self._within(self._in_thread(unpack, listed))
+            ids = await self._within(wanted, self._in_thread(unpack, listed))
         if not ids:
             raise CannotError("invalid")
         await self._make(wanted, ids, IDS)
@@ -285,7 +287,7 @@ class TokenSource:
         def work() -> TokenChain:
             return _chain(tokenizer.ids(wanted.request), wanted, sizes)
 
-        chain = await self._within(self._in_thread(work))
+        chain = await self._within(wanted, self._in_thread(work))
         self._found(wanted, chain, TOKENIZER)
         if self._settings.learn:
             self._learn(wanted, chain)
@@ -304,7 +306,7 @@ class TokenSource:
                 self._learn(wanted, chain)
             return chain
 
-        chain = await self._within(asyncio.ensure_future(work()))
+        chain = await self._within(wanted, asyncio.ensure_future(work()))
         self._found(wanted, chain, WORKER)
 
     async def _make(self, wanted: Wanted, ids: array[int], source: str) -> None:
@@ -312,7 +314,7 @@ class TokenSource:
         if len(ids) * ids.itemsize <= AT_ONCE_BYTES:
             self._found(wanted, _chain(ids, wanted, sizes), source)
         else:
-            self._found(wanted, await self._within(self._in_thread(_chain, ids, wanted, sizes)), source)
+            self._found(wanted, await self._within(wanted, self._in_thread(_chain, ids, wanted, sizes)), source)
 
     def _begin_like(self, wanted: Wanted) -> None:
         if wanted.beginning is None or wanted.shape is None:
@@ -333,14 +335,15 @@ class TokenSource:
     def _in_thread(self, work: Callable[..., Any], *given: object) -> asyncio.Future[Any]:
         return asyncio.get_running_loop().run_in_executor(self._threads, work, *given)
 
-    async def _within(self, work: asyncio.Future[Any]) -> Any:
+    async def _within(self, wanted: Wanted, work: asyncio.Future[Any]) -> Any:
         """The result of ``work``, which goes on by itself where that takes too long. Raises CannotError."""
         if len(self._under_way) >= self._settings.max_waiting:
             work.cancel()
             raise CannotError("busy")
         self._under_way.add(work)
         work.add_done_callback(self._ended)
-        done, _ = await asyncio.wait((work,), timeout=self._timeout_s)
+        left_s = wanted.until_s - asyncio.get_running_loop().time()
+        done, _ = await asyncio.wait((work,), timeout=max(0.0, left_s))
         if not done:
             raise CannotError("timeout")
         if work.cancelled():

@@ -305,6 +305,33 @@ async def test_no_request_waits_longer_than_its_bound_and_the_next_one_profits(
         assert (await made.find(chat("one"))).source == "tokenizer"
 
 
+async def test_all_that_is_tried_for_a_request_shares_one_bound(chatml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long prompt is looked through by a thread, and then tokenised by one: the second has what the first left."""
+    left_s: list[float] = []
+    wait = asyncio.wait
+
+    async def noted(work: Any, *, timeout: float) -> Any:
+        left_s.append(timeout)
+        return await wait(work, timeout=timeout)
+
+    async with running(tokenizer(chatml)) as made:
+        monkeypatch.setattr(asyncio, "wait", noted)
+        assert (await made.find(chat("word " * 60_000))).source == "tokenizer"
+    assert len(left_s) == 2 and left_s[1] < left_s[0] <= 5.0
+
+
+async def test_no_worker_is_asked_when_the_tokenizer_took_all_the_time(chatml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+    worker = FakeWorker("w", free_ports(1)[0], says(200, {"token_ids": [1]}))
+    settings = TokenSettings(models={"m": ModelTokenizer(folder=str(chatml))}, ask_workers="render", timeout_ms=20.0)
+    async with worker, running(settings, [worker.address]) as made:
+        monkeypatch.setattr(made.source._tokenizers["m"], "ids", lambda _request: gate.wait(30) and array("I", [1]))
+        assert (await made.find(chat())).chain is None
+        assert made.missing("timeout") == 1 and not worker.received
+        gate.set()
+        await made.settled()
+
+
 async def test_the_event_loop_goes_on_while_a_long_prompt_is_tokenised(chatml: Path) -> None:
     async with running(tokenizer(chatml)) as made:
         turns = 0
