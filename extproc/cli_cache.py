@@ -1,4 +1,5 @@
-"""``baton cache-server``: an LMCache server in the foreground, from a typed block and options."""
+"""``baton cache-server`` and ``baton cache-coordinator``: LMCache's server, from a typed block and options, and its
+coordinator, both in the foreground."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import ipaddress
 import math
 import os
 import shlex
+import socket
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
@@ -14,12 +16,13 @@ from typing import Annotated, Any, Literal, NoReturn
 import msgspec
 import typer
 
-from workers import cache_disk, lmcache, yaml_lines
+from workers import cache_disk, lmcache, lmcache_coordinator, yaml_lines
 from workers.profile import load_profile
 from workers.ready import port_fault
 from workers.spec import Command
 
 _GIB = 1 << 30
+_PORT = 5555
 
 
 class CacheFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -29,13 +32,19 @@ class CacheFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command to ``baton``."""
+    """Add the commands to ``baton``."""
     app.command(
         "cache-server",
         epilog="Examples:  baton cache-server --dram-gb 64 --disk /mnt/nvme/kv --disk-gb 500  ·  "
         "baton cache-server --profile llama-3.3-70b-h200 --host 10.0.0.5  ·  "
         "baton cache-server --remote redis://kv.internal --remote-password-file /run/secrets/redis --dry-run",
     )(cache_server)
+    app.command(
+        "cache-coordinator",
+        epilog="Examples:  baton cache-coordinator --checkpoint ./directory.ckpt  ·  "
+        "baton cache-coordinator --host 10.0.0.5 --checkpoint /var/lib/baton/directory.ckpt  ·  "
+        "baton cache-coordinator --dry-run",
+    )(cache_coordinator)
 
 
 def cache_server(
@@ -70,11 +79,26 @@ def cache_server(
         str | None, typer.Option(help="Of the workers: cpu or gpu. Without it: gpu if this machine has an NVIDIA driver.")
     ] = None,
     host: Annotated[str, typer.Option(help="Address for workers.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port for workers.", min=1, max=65535)] = 5555,
+    port: Annotated[int, typer.Option(help="Port for workers.", min=1, max=65535)] = _PORT,
     http_host: Annotated[
         str, typer.Option(help="Address for health, metrics and administration, which ask nobody who they are.")
     ] = "127.0.0.1",
     http_port: Annotated[int, typer.Option(help="Port of these.", min=1, max=65535)] = 8080,
+    coordinator: Annotated[
+        str | None,
+        typer.Option(
+            help="host:port of `baton cache-coordinator`, which is told what this server holds.",
+            envvar="BATON_CACHE_COORDINATOR",
+        ),
+    ] = None,
+    name: Annotated[
+        str | None,
+        typer.Option(
+            help="What the coordinator knows this server by: the same after a restart, and no other server's. "
+            "Without it: the machine's name.",
+            envvar="BATON_CACHE_NAME",
+        ),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command, without secrets, and leave.")] = False,
 ) -> None:
     """Run an LMCache server until SIGTERM: KV cache of prefill workers in memory, on disk and on a remote store."""
@@ -87,6 +111,7 @@ def cache_server(
     try:
         spec = _block(config, profile)
         spec = _changed(spec, dram_gb=dram_gb, disk=disk, disk_gb=disk_gb, remote=remote, device=device)
+        spec = _reporting(spec, coordinator or None, name or None, port)
         spec = _fitted(spec, dry_run=dry_run)
         shown_spec = spec
         if spec.disk is not None and not dry_run:
@@ -105,7 +130,54 @@ def cache_server(
     _check(spec, host, port, http_host, http_port)
     for line in _tiers(shown_spec):
         _say(line)
+    if spec.coordinator is not None:
+        _say(f"what it holds is reported to {spec.coordinator}, as {spec.name}")
     _say(f"workers connect to {host}:{port}; health and metrics on http://{http_host}:{http_port}/healthcheck and /metrics")
+    _become(command)
+
+
+def cache_coordinator(
+    host: Annotated[
+        str, typer.Option(help="Address for cache servers and the filter; nobody is asked who they are.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Its port.", min=1, max=65535)] = lmcache_coordinator.PORT,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(
+            help="File from which it goes on after a restart; without it, it then knows nothing of what servers hold."
+        ),
+    ] = None,
+    chunk_tokens: Annotated[int, typer.Option(help="That of the cache servers.")] = lmcache.CHUNK_TOKENS,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command and leave.")] = False,
+) -> None:
+    """Run LMCache's coordinator until SIGTERM: it knows which cache server holds what, for `cache_store.directory`."""
+    try:
+        command = lmcache_coordinator.coordinator_command(
+            host=host, port=port, chunk_tokens=chunk_tokens, checkpoint=None if checkpoint is None else checkpoint.absolute()
+        )
+        if not _is_loopback(host):
+            _say(
+                f"warning: --host {host}: whoever reaches this port can say what servers hold, and have it deleted there: "
+                "workers' network only"
+            )
+        if dry_run:
+            typer.echo(shown(command))
+            return
+        if checkpoint is not None:
+            checkpoint.absolute().parent.mkdir(parents=True, exist_ok=True)
+    except (ValueError, OSError) as error:
+        _fail(str(error))
+    _check_installed({"lmcache": "lmcache==0.5.6"})
+    _check_port("port", host, port)
+    _say(
+        "what it knows is "
+        + ("lost with a restart" if checkpoint is None else f"kept in {checkpoint}, every 60 s and at its end")
+    )
+    _say(f"cache servers report to {host}:{port} (--coordinator), the filter asks there (cache_store.directory)")
+    _become(command)
+
+
+def _become(command: Command) -> NoReturn:
     sys.stdout.flush()
     # In place of this process: signals reach the server itself, and its exit status is this command's.
     os.execve(command.argv[0], list(command.argv), {**os.environ, **command.env})  # noqa: S606
@@ -155,6 +227,15 @@ def _changed(
     elif spec.device is None:
         changes["device"] = _device_here()
     return msgspec.structs.replace(spec, **changes)
+
+
+def _reporting(spec: lmcache.CacheSpec, coordinator: str | None, name: str | None, port: int) -> lmcache.CacheSpec:
+    """``spec`` with whom it reports to, and as whom. Raises ValueError."""
+    coordinator, name = coordinator or spec.coordinator, name or spec.name
+    if coordinator is not None and name is None:
+        # Of two servers on one machine one has another port, and is another server.
+        name = socket.gethostname() + ("" if port == _PORT else f"-{port}")
+    return msgspec.structs.replace(spec, coordinator=coordinator, name=name)
 
 
 def _device_here() -> Literal["cpu", "gpu"]:
@@ -222,13 +303,22 @@ def _check(spec: lmcache.CacheSpec, host: str, port: int, http_host: str, http_p
     needed = {"lmcache": "lmcache==0.5.6"}
     if spec.remote is not None and spec.remote.startswith("s3:"):
         needed |= {"awscrt": "awscrt", "boto3": "boto3"}
+    _check_installed(needed)
+    _check_port("port", host, port)
+    _check_port("http-port", http_host, http_port)
+
+
+def _check_installed(needed: dict[str, str]) -> None:
+    """``needed``: module -> what `pip` calls it."""
     for module, package in needed.items():
         if importlib.util.find_spec(module) is None:
             _fail(f"{package.partition('=')[0]} is not installed: pip install --no-deps {package}")
-    for option, address, number in (("port", host, port), ("http-port", http_host, http_port)):
-        fault = port_fault(address, number)
-        if fault is not None:
-            _fail(f"--{option} {number}: {address} cannot be listened on: {fault}")
+
+
+def _check_port(option: str, host: str, port: int) -> None:
+    fault = port_fault(host, port)
+    if fault is not None:
+        _fail(f"--{option} {port}: {host} cannot be listened on: {fault}")
 
 
 def _tiers(spec: lmcache.CacheSpec) -> list[str]:

@@ -495,22 +495,23 @@ class CacheStore(_Section, frozen=True, kw_only=True):
     enabled: bool = False
     """Count it."""
     label: str | None = None
-    """Label of workers whose value names their server, as its `instance_id` does; a worker without it has none. null: all
-    prefill workers share one."""
+    """Label of workers whose value names their server, as its `--name` does (LMCache: `--instance-id`); a worker without it has
+    none. null: all prefill workers share one."""
     chunk_tokens: int = 256
     """`--chunk-size` of the servers."""
     capacity_tokens: int = 2_000_000
     """What one server holds, all tiers together. Beyond that what was stored longest ago is taken for evicted. Only where no
     directory says better."""
     directory: str | None = None
-    """`host:port` of `lmcache coordinator`, which knows what the servers hold if they report to it
-    (`--coordinator-event-reporting`). null: what our own prefills have stored counts."""
+    """`host:port` of LMCache's coordinator (`baton cache-coordinator`), which knows what the servers hold if they report to it
+    (`baton cache-server --coordinator`). null: what our own prefills have stored counts."""
     directory_timeout_s: float = 0.02
     """A prompt waits no longer for its answer; then what our own prefills have stored counts."""
     directory_max_tokens: int = 65_536
     """Of a longer prompt only the beginning is asked for."""
     world_size: int = 1
-    """Ranks that store a chunk together: `--tensor-parallel-size` of the prefill workers."""
+    """Parts in which the prefill workers store a chunk: tensor times pipeline parallel size; with multi-head latent attention
+    (DeepSeek, Kimi), which has the same KV on all ranks, pipeline parallel size alone."""
 
 
 def _check_cache_store(config: Config) -> None:

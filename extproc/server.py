@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from extproc import __version__, admin, memory, wire
 from extproc.attempts import Prefiller
-from extproc.cache_directory import CacheDirectory
+from extproc.cache_directory import CacheDirectory, stored_as
 from extproc.config import Address, Config, ConfigError
 from extproc.debug import Debug
 from extproc.discovery.source import SourceError
@@ -196,7 +197,8 @@ class Server:
             secrets.follow(*tracing.followed)
         tokens = await self._open_tokens(router, intake, own_headers, link)
         asks = config.cache_store.enabled and config.cache_store.directory is not None
-        directory = CacheDirectory(config.cache_store, self._metrics, self._log) if asks else None
+        names = partial(stored_as, self._pool)
+        directory = CacheDirectory(config.cache_store, self._metrics, self._log, stored_as=names) if asks else None
         async with (
             PrefillClient(config.prefill, link, self._pool.pool_at) as client,
             releaser,

@@ -5,8 +5,10 @@ Pure: what is free on the machine is given, no process is started. The names are
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import math
+import re
 import sys
 from typing import Literal
 from urllib.parse import parse_qsl, unquote, urlsplit
@@ -30,8 +32,8 @@ _LEAST_DRAM_GB = 0.5
 CHUNK_TOKENS = 256
 """LMCache's unit: the server tells it to the workers, whose block size must divide it."""
 
-_HASH = "blake3"
-"""Of the server's keys. A connector that reports KV events must hash alike."""
+HASH = "blake3"
+"""Of the server's keys. A connector that reports KV events, and the coordinator, must hash alike."""
 
 _HEARTBEAT_S = 2.0
 """How often a worker asks whether the server lives, and how long it waits for that: a server that has died delays what is
@@ -55,6 +57,9 @@ SECRETS = frozenset((PASSWORD_ENV, USERNAME_ENV))
 _MODES = {"cpu": "auto", "gpu": "lmcache_driven"}
 """Who copies. On a GPU the server, through the device's own handles. A CPU worker copies itself, which the server must allow;
 it then unpickles what comes in, so this is not allowed where it is not needed."""
+
+_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
+"""Of a server: what the value of a label of its workers can be, in Kubernetes too."""
 
 _EVICTION = {"eviction_policy": "LRU"}
 _WATERMARK = 0.9
@@ -90,6 +95,11 @@ class CacheSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """Of the workers. None: not known, which both can work with; `baton cache-server` looks at the machine."""
     chunk_tokens: int = CHUNK_TOKENS
     """Least run of tokens that is kept and found again. A multiple of the workers' block size."""
+    coordinator: str | None = None
+    """`host:port` of the coordinator that is told what this server holds. None: nobody is told."""
+    name: str | None = None
+    """What the coordinator knows it by: the same after a restart, and no other server's. None: not known; `baton cache-server`
+    takes the machine's."""
 
     def __post_init__(self) -> None:
         if self.dram_gb is not None and not (math.isfinite(self.dram_gb) and self.dram_gb >= _LEAST_DRAM_GB):
@@ -98,10 +108,15 @@ class CacheSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
             raise ValueError(f"chunk_tokens: {self.chunk_tokens} is below 16, the smallest block")
         if self.remote is not None:
             _remote(self.remote)
+        if self.coordinator is not None:
+            _host_port(self.coordinator, "coordinator:")
+        if self.name is not None and not _NAME.fullmatch(self.name):
+            raise ValueError(f"name: {self.name!r} is not up to 63 letters, digits, '-', '_' and '.' that a label may have")
 
     def __repr__(self) -> str:
         shown = None if self.remote is None else without_secrets(self.remote)
-        return f"CacheSpec(dram_gb={self.dram_gb}, disk={self.disk}, remote={shown!r}, device={self.device!r})"
+        told = "" if self.coordinator is None else f", coordinator={self.coordinator!r}, name={self.name!r}"
+        return f"CacheSpec(dram_gb={self.dram_gb}, disk={self.disk}, remote={shown!r}, device={self.device!r}{told})"
 
 
 def available_bytes(meminfo: str, cgroup_limit: str = "max", cgroup_used: str = "0") -> int:
@@ -143,7 +158,8 @@ def fit(spec: CacheSpec, *, memory_bytes: int, disk_bytes: int | None = None) ->
 
 
 def server_command(spec: CacheSpec, *, host: str, port: int, http_port: int, http_host: str = "127.0.0.1") -> Command:
-    """The command of the cache server. Raises ValueError for a spec without ``dram_gb`` (:func:`fit` fills it in).
+    """The command of the cache server. Raises ValueError for a spec without ``dram_gb`` (:func:`fit` fills it in), or with a
+    coordinator and without a name: LMCache would make a new one at each start, and what is on its disk would be nobody's.
 
     ``host`` and ``port``: where workers connect. ``http_host`` and ``http_port``: health, metrics and administration, which
     ask nobody who they are. Secrets of the remote tier are in ``env``, never in ``argv``, which every user can read.
@@ -154,7 +170,7 @@ def server_command(spec: CacheSpec, *, host: str, port: int, http_port: int, htt
         raise ValueError(f"port and http_port are both {port}")
     argv = [sys.executable, "-m", "lmcache.cli.main", "server"]
     argv += ["--host", host, "--port", str(port), "--http-host", http_host, "--http-port", str(http_port)]
-    argv += ["--chunk-size", str(spec.chunk_tokens), "--hash-algorithm", _HASH]
+    argv += ["--chunk-size", str(spec.chunk_tokens), "--hash-algorithm", HASH]
     argv += ["--supported-transfer-mode", _MODES[spec.device or "cpu"]]
     argv += ["--l1-size-gb", f"{spec.dram_gb:g}", "--l1-init-size-gb", str(max(1, math.floor(spec.dram_gb / 4)))]
     argv += ["--eviction-policy", "LRU", "--eviction-trigger-watermark", f"{_WATERMARK:g}"]
@@ -173,7 +189,21 @@ def server_command(spec: CacheSpec, *, host: str, port: int, http_port: int, htt
         adapter, secrets = _remote(spec.remote)
         argv += ["--l2-adapter", json.dumps(adapter)]
         env |= secrets
+    if spec.coordinator is not None:
+        argv += _reporting(spec.coordinator, spec.name, http_host)
     return Command(tuple(argv), env)
+
+
+def _reporting(coordinator: str, name: str | None, http_host: str) -> list[str]:
+    if name is None:
+        raise ValueError("name: a server that reports to a coordinator needs one")
+    argv = ["--coordinator-url", f"http://{coordinator}", "--coordinator-event-reporting", "--instance-id", name]
+    try:
+        own = ipaddress.ip_address(http_host.strip("[]"))
+    except ValueError:
+        return argv
+    # Where the coordinator would call it; by itself LMCache says the address of the default route.
+    return argv if own.is_unspecified else [*argv, "--coordinator-advertise-ip", str(own)]
 
 
 def connector(address: str, *, device: Literal["cpu", "gpu"] = "cpu") -> dict[str, object]:
@@ -184,7 +214,7 @@ def connector(address: str, *, device: Literal["cpu", "gpu"] = "cpu") -> dict[st
     The MultiConnector itself should say ``kv_load_failure_policy: recompute``, or a request fails with the cache server. The
     chunk size is not in here: the server tells it.
     """
-    host, port = _host_port(address)
+    host, port = _host_port(address, "cache server")
     return {
         "kv_connector": "LMCacheMPConnector",
         "kv_role": "kv_both",
@@ -193,7 +223,7 @@ def connector(address: str, *, device: Literal["cpu", "gpu"] = "cpu") -> dict[st
             "lmcache.mp.port": port,
             "lmcache.mp.mq_timeout": _REQUEST_TIMEOUT_S[device],
             "lmcache.mp.heartbeat_interval": _HEARTBEAT_S,
-            "lmcache.mp.hash_algorithm": _HASH,
+            "lmcache.mp.hash_algorithm": HASH,
         },
     }
 
@@ -210,12 +240,12 @@ def without_secrets(url: str) -> str:
     return f"{parts.scheme}://{user}{host}{port}{parts.path}" + ("?***" if parts.query else "")
 
 
-def _host_port(address: str) -> tuple[str, int]:
+def _host_port(address: str, whose: str) -> tuple[str, int]:
     host, colon, port = address.rpartition(":")
     if not colon or not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ValueError(f"cache server {address!r}: not host:port")
+        raise ValueError(f"{whose} {address!r}: not host:port")
     if ":" in host and not (host.startswith("[") and host.endswith("]")):
-        raise ValueError(f"cache server {address!r}: an IPv6 address goes in brackets")
+        raise ValueError(f"{whose} {address!r}: an IPv6 address goes in brackets")
     return host, int(port)
 
 

@@ -47,6 +47,9 @@ TOKEN_REASONS = (
     *("no_worker", "refused", "template_kwargs", "template_refused", "timeout", "too_long", "unknown_field"),
 )
 """Why the token ids of a prompt are not known."""
+_DIRECTORY_OUTCOMES = (
+    *("hit", "miss", "known", "timeout", "failed", "left_alone", "busy", "not_asked", "refused", "no_servers"),
+)
 _PREFILL_OUTCOMES = ("ok", "failed", "refused", "cancelled")
 SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
 """vLLM's names for where the KV of a prompt token came from."""
@@ -194,10 +197,11 @@ class Metrics:
         self.cache_directory = make.tally(
             "baton_cache_directory",
             "Questions to LMCache's directory: `hit`, `miss`, `known` (asked a second ago), `timeout`, `failed`, `left_alone` "
-            "(it failed several times in a row), `busy` (too many under way), `not_asked` (adapters and media)",
+            "(it failed several times in a row), `busy` (too many under way), `not_asked` (adapters, media, salts that LMCache "
+            "does not take), `refused` (it did not take the question), `no_servers` (it hears of none)",
             ("outcome",),
-            known=[(each,) for each in ("hit", "miss", "known", "timeout", "failed", "left_alone", "busy", "not_asked")],
-            watch="`timeout`, `failed` and `left_alone`: what our own prefills stored counts instead",
+            known=[(each,) for each in _DIRECTORY_OUTCOMES],
+            watch="`timeout`, `failed`, `left_alone`, `refused` and `no_servers`: what our own prefills stored counts instead",
         )
         self.cache_directory_seconds = make.spread(
             "baton_cache_directory_seconds", "How long prompts waited for its answers", bounds=_OWN_SECONDS

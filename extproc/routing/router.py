@@ -661,12 +661,12 @@ class Router:
         # Of a prompt whose beginning alone is known, more may be found than could be expected.
         if cached_tokens is not None and (job.token_chain_whole or cached_tokens < expected):
             source = hits.source(prefill.address) if hits is not None else "predicted"
-            stored = 0 if chain is None or stores is None else stores.held(prefill, chain, job.stored_tokens)
+            stored = 0 if chain is None or stores is None else stores.held(prefill, chain, job.stored_tokens, now_s)
             ticket.check = Check(source, job.tokens, expected, cached_tokens, stored)
             known.truth.note(prefill.address, ticket.check)
         if chain is not None and stores is not None:
             if below is not None and below.lmcache and cached_tokens is not None and cached_tokens < expected:
-                stores.missed(prefill, chain, cached_tokens)
+                stores.missed(prefill, chain, cached_tokens, expected_tokens=expected, now_s=now_s)
             stores.stored(prefill, chain)
         if below is None or cached_tokens is None or cached_tokens < expected - below.tokens // 2:
             return None

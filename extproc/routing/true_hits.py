@@ -77,7 +77,7 @@ class Known:
                 tokens[address], sources[address] = count, "placed"
                 below.pop(address, None)  # it is computed or loaded by the time that this prompt comes
         if self.stores is not None:
-            self._add_stores(job, chain, self.stores, tokens, below, sources)
+            self._add_stores(job, chain, self.stores, tokens, below, sources, now_s)
         if len(tokens) > _FEW:
             tokens = dict(sorted(tokens.items(), key=lambda each: -each[1]))
         return Hits(tokens, below or NOTHING_BELOW, sources)
@@ -106,8 +106,9 @@ class Known:
         tokens: dict[str, int],
         below: dict[str, Below],
         sources: dict[str, Source],
+        now_s: float,
     ) -> None:
-        found = stores.lookup(chain, job.stored_tokens)
+        found = stores.lookup(chain, job.stored_tokens, now_s)
         if not found:
             return
         everyone = found.get(EVERYONE, 0)

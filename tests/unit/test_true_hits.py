@@ -329,8 +329,43 @@ def test_a_server_that_had_less_than_was_stored_has_lost_it() -> None:
     world, prompt = Told(pool_of(1, 1), stores=stores), ids(16_000)
     chain = TokenChain(array("I", prompt))
     stores.stored(world["p0"], chain)
-    stores.missed(world["p0"], chain, 1_000)
+    stores.missed(world["p0"], chain, 1_000, expected_tokens=15_872, now_s=0.0)
     assert world.hits(prompt) == {"p0": 768}
+
+
+def test_a_directory_is_not_believed_for_a_while_about_what_a_worker_did_not_find_there() -> None:
+    """The server is dead, and its coordinator has not noticed yet: the next prompt must not go there for it too."""
+    stores = servers(label="cache")
+    world, prompt = Told(pool_of([*specs("p", 1, labels={"cache": "a"}), *specs("q", 1, labels={"cache": "b"})], 1)), ids(1600)
+    chain, dead, other = TokenChain(array("I", prompt)), world["p0"], world["q0"]
+    told = {"*": 1024, "a": 1536}
+    assert (stores.held(dead, chain, told, 0.0), stores.held(other, chain, told, 0.0)) == (1536, 1024)
+    stores.missed(dead, chain, 600, expected_tokens=1536, now_s=100.0)
+    assert stores.held(dead, chain, told, 100.0) == 512
+    assert stores.held(other, chain, told, 100.0) == 1024, "of another server nothing was learned"
+    longer = TokenChain(array("I", prompt + ids(3200)[1600:]))
+    assert stores.held(dead, longer, {"a": 3072}, 129.0) == 512, "another prompt that begins with the same"
+    assert stores.held(dead, chain, {"a": 256}, 129.0) == 256
+    assert stores.held(dead, chain, told, 130.0) == 1536, "by now the coordinator knows"
+
+
+def test_the_last_tokens_of_a_prompt_are_computed_anyway_and_are_no_chunk_that_is_not_there() -> None:
+    stores = servers()
+    world, prompt = Told(pool_of(1, 1)), ids(512)
+    chain = TokenChain(array("I", prompt))
+    stores.missed(world["p0"], chain, 496, expected_tokens=511, now_s=0.0)
+    assert stores.held(world["p0"], chain, {"": 512}, 0.0) == 512
+
+
+def test_a_reply_that_found_less_than_the_directory_said_is_what_makes_it_doubted() -> None:
+    stores = servers()
+    world, prompt = Told(pool_of(1, 1), stores=stores), ids(16_000)
+    told = {"": 15_872}
+    ticket = world.send(prompt, mode=Mode.DISAGGREGATE, stored_tokens=told)
+    world.prefilled(ticket, tokens=16_000, cached_tokens=0)
+    assert ticket.check is not None
+    assert (ticket.check.source, ticket.check.expected_tokens, ticket.check.found_tokens) == ("cache_server", 15_872, 0)
+    assert stores.held(world["p0"], TokenChain(array("I", prompt)), told, world.now_s) == 0
 
 
 def test_what_was_expected_in_the_server_is_kept_with_what_was_found() -> None:
