@@ -11,8 +11,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from workers import obsolete, vllm
+from workers import host_cache, obsolete, vllm
 from workers.address import routable
+from workers.memory import memory_of
 from workers.model import SMOLLM2, ModelError, resolve, smollm2_folder
 from workers.own_address import own_address
 from workers.profile import Profile, worker_spec
@@ -97,7 +98,10 @@ def plan(
     told = {name: value for name, value in told.items() if value is not None}
     spec = worker_spec(profile, role, variant, changes, defaults=told)
     spec = replace(spec, env=tuple((name, value) for name, value in spec.env if name not in found.unset))
-    spec, hidden = _for_sim(spec, arguments, notes) if engine == "sim" else _for_vllm(spec, arguments, notes, prepare=prepare)
+    if engine == "sim":
+        spec, hidden = _for_sim(spec, profile, arguments, notes)
+    else:
+        spec, hidden = _for_vllm(spec, arguments, notes, prepare=prepare)
     spec = _address(spec, environ, notes, chosen=bool(changes and changes.get("host")))
     try:
         command = _COMMANDS[engine](spec)
@@ -138,12 +142,12 @@ def _for_vllm(
     return _model(spec, prepare=prepare), hidden
 
 
-def _for_sim(spec: WorkerSpec, arguments: Sequence[str], notes: list[str]) -> tuple[WorkerSpec, Mapping[str, str]]:
+def _for_sim(
+    spec: WorkerSpec, profile: Profile, arguments: Sequence[str], notes: list[str]
+) -> tuple[WorkerSpec, Mapping[str, str]]:
     """The spec with one rank, and with options of the simulated engine in place of vLLM's."""
     if spec.data_parallel_size > 1:
         notes.append("the simulated engine has one rank: data parallelism is left out")
-    if spec.host_cache_gib is not None:
-        notes.append("the simulated engine counts its host cache in tokens: --host-cache-tokens after the --")
     alone = replace(
         spec,
         data_parallel_size=1,
@@ -152,9 +156,26 @@ def _for_sim(spec: WorkerSpec, arguments: Sequence[str], notes: list[str]) -> tu
         data_parallel_address=None,
         host_cache_gib=None,
         env=(),
-        extra_args=tuple(arguments),
+        extra_args=(*_host_cache_of_sim(spec, profile), *arguments),
     )
     return alone, {}
+
+
+def _host_cache_of_sim(spec: WorkerSpec, profile: Profile) -> tuple[str, ...]:
+    """The simulated engine counts in tokens."""
+    if spec.host_cache_gib is None:
+        return ()
+    try:
+        host_cache.engine_bytes(spec)
+    except ValueError as error:
+        raise LaunchError(str(error)) from error
+    found = memory_of(profile, spec)
+    if found is None:
+        raise LaunchError(
+            "--host-cache-gib: the simulated engine counts in tokens, and the profile does not say what one weighs (facts and "
+            "hardware): --host-cache-tokens after the --"
+        )
+    return "--host-cache-tokens", str(found.host_tokens)
 
 
 def _take_secrets(arguments: Sequence[str], notes: list[str]) -> tuple[tuple[str, ...], dict[str, str]]:

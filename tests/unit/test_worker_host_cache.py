@@ -25,7 +25,7 @@ HOST = {"host": "10.0.0.5"}
 
 
 def made(*arguments: str, profile: str = "default", engine: Any = "vllm", role: Any = "prefill", **changes: Any) -> Plan:
-    changes = {"model": "a/b", **HOST, **changes}
+    changes = {**({"model": "a/b"} if profile == "default" else {}), **HOST, **changes}
     return plan(load_profile(profile), role, changes=changes, arguments=arguments, environ={}, prepare=False, engine=engine)
 
 
@@ -55,7 +55,12 @@ def test_host_memory_stands_behind_nixl_and_its_events_have_tokens() -> None:
 def test_vllm_counts_tensor_parallel_ranks_together_and_data_parallel_ones_apart() -> None:
     assert behind(made(host_cache_gib=64, tensor_parallel_size=4))["cpu_bytes_to_use"] == 64 * GIB
     assert behind(made(host_cache_gib=64, data_parallel_size=8))["cpu_bytes_to_use"] == 8 * GIB
-    ranks = {"data_parallel_size": 16, "data_parallel_local": 8, "data_parallel_rank": 8, "data_parallel_address": "10.0.0.6"}
+    ranks: dict[str, Any] = {
+        "data_parallel_size": 16,
+        "data_parallel_local": 8,
+        "data_parallel_rank": 8,
+        "data_parallel_address": "10.0.0.6",
+    }
     assert behind(made(host_cache_gib=64, **ranks))["cpu_bytes_to_use"] == 8 * GIB, "of those that run here"
 
 
@@ -103,15 +108,19 @@ def test_a_profile_says_it_for_its_prefill_workers(tmp_path: Any) -> None:
 
 
 def test_a_profile_with_a_cache_server_asks_for_none_where_there_is_host_memory() -> None:
-    for changes, noted in (({}, True), ({"host_cache_gib": 64.0}, False)):
+    wanted: list[tuple[dict[str, Any], bool]] = [({}, True), ({"host_cache_gib": 64.0}, False)]
+    for changes, noted in wanted:
         notes = made(profile="llama-3.3-70b-h200", **changes).notes
         assert any("--cache-server" in note for note in notes) is noted
 
 
-def test_the_simulated_engine_says_how_it_is_told() -> None:
-    planned = made(host_cache_gib=8.0, engine="sim")
-    assert any("--host-cache-tokens after the --" in note for note in planned.notes)
-    assert planned.spec.host_cache_gib is None
+def test_the_simulated_engine_gets_as_many_tokens_as_would_fit() -> None:
+    argv = made(host_cache_gib=100.0, engine="sim", profile="llama-3.3-70b-h100").command.argv
+    assert argv[argv.index("--host-cache-tokens") + 1] == "655360"
+    with pytest.raises(LaunchError, match="--host-cache-tokens after the --"):
+        made(host_cache_gib=8.0, engine="sim")
+    with pytest.raises(LaunchError, match="for prefill workers"):
+        made(host_cache_gib=8.0, engine="sim", role="decode", profile="llama-3.3-70b-h100")
 
 
 def test_the_command_line_shows_it() -> None:
