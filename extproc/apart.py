@@ -124,7 +124,7 @@ async def _dispatch(
         journey.observed.note.on_line = unseen.told
     route = journey.route(decode)
     mutation = wire.Mutation(
-        set_headers={**handoff.headers, **journey.onward, KV_TRANSFER_HEADER: handoff.header(), **route},
+        set_headers={**handoff.headers, **journey.onward, **journey.rank(), KV_TRANSFER_HEADER: handoff.header(), **route},
         body=body,
         destination=decode.address,
         tags=tags,

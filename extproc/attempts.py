@@ -18,6 +18,7 @@ from extproc.config import Prefill
 from extproc.dispatcher import Dispatcher
 from extproc.errors import ApiError, RelayedError
 from extproc.handoff import Connector, Handoff, HandoffError, Pair
+from extproc.headers import RANK_HEADER
 from extproc.ids import ids
 from extproc.inference import InferenceRequest, token_ids_of
 from extproc.next_turn.read import Read, take
@@ -196,7 +197,7 @@ class Prefiller:
         handoff: Handoff | None = None
         span, context = (None, "") if ask.trace is None else ask.trace.prefill(pair.prefill, pair.request_id)
         try:
-            prefilled = await self._call(ask, pair, context, over, read)
+            prefilled = await self._call(ask, pair, context, over, read, ticket.prefill_rank)
             outcome = "ok"
             handoff = prefilled.handoff
             if read is not None:
@@ -244,7 +245,9 @@ class Prefiller:
             ticket.job.next_turn = None  # what was expected of it is void
         return read
 
-    async def _call(self, ask: Ask, pair: Pair, context: str, over: asyncio.Future[Any] | None, read: Read | None) -> Prefilled:
+    async def _call(
+        self, ask: Ask, pair: Pair, context: str, over: asyncio.Future[Any] | None, read: Read | None, rank: int | None
+    ) -> Prefilled:
         sent_s = self._clock()
         left_s = ask.deadline_s - sent_s
         if left_s <= 0:
@@ -252,6 +255,8 @@ class Prefiller:
         headers = {**ask.headers, "x-request-id": pair.request_id}
         if context:
             headers["traceparent"] = context
+        if rank is not None:
+            headers[RANK_HEADER] = str(rank)
         tokenise_once = self._settings.tokenise_once
         params = self._connector.prefill_params(pair) if read is None else read.params
         body = ask.request.prefill_body(

@@ -7,6 +7,7 @@ what it says to those who wait.
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -43,6 +44,8 @@ _CODES = {
 
 _LEAK_SWEEP_S = 10.0
 
+_RANK = re.compile(r"_dp(\d{1,9})$")
+
 
 class Dispatcher:
     """One for all requests of a process."""
@@ -67,7 +70,10 @@ class Dispatcher:
         self._waiting: dict[Ticket, asyncio.Future[None]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._decisions: deque[dict[str, Any]] = deque(maxlen=REMEMBERED)
-        self._engines: dict[str, str] = {}
+        self._engines: dict[str, dict[str, str]] = {}
+        """Worker -> data-parallel rank, empty where there is one engine -> the engine's id."""
+        self.on_restart: Callable[[str], None] = lambda _address: None
+        """Told of a worker whose engine is a new one."""
         self._panics = 0
         self._mistrusted = 0
 
@@ -112,6 +118,9 @@ class Dispatcher:
         if self.router.known is not None:
             known = ticket.job.token_chain is not None
             self._metrics.cache_lookups.inc(decision.cached_by if known else "no_tokens")
+            for role, rank in (("prefill", decision.prefill_rank), ("decode", decision.decode_rank)):
+                if rank is not None:
+                    self._metrics.ranks_named.inc(role)
         if ticket.waiting is not None:
             self._metrics.queue_wait_seconds.observe(decision.queued_s)
             self._metrics.queue_position.observe(decision.position)
@@ -130,10 +139,7 @@ class Dispatcher:
     def prefilled(self, ticket: Ticket, *, tokens: int | None, cached_tokens: int | None, engine_id: str | None) -> None:
         """The prefill worker replied."""
         endpoint = ticket.prefill
-        if endpoint is not None and engine_id is not None and self._engines.get(endpoint.address) != engine_id:
-            if endpoint.address in self._engines:
-                self.restarted(endpoint)
-            self._engines[endpoint.address] = engine_id
+        if endpoint is not None and engine_id is not None and self._is_new(endpoint, engine_id):
             self.router.told.new_engine(endpoint.address, engine_id)
         predicted = self.router.predicted_tokens
         self.router.prefill_done(ticket, self._clock(), tokens=tokens, cached_tokens=cached_tokens)
@@ -152,7 +158,10 @@ class Dispatcher:
         """What its decode worker will get, as far as is known."""
         decode, hits, job = ticket.decode, ticket.hits, ticket.job
         if decode is not None and hits is not None:
-            missing_tokens = max(0, job.tokens - hits.at_once(decode))
+            held_tokens = hits.at_once(decode)
+            if ticket.decode_rank is None and decode.address in hits.ranks:
+                held_tokens -= hits.ranks[decode.address].more_tokens
+            missing_tokens = max(0, job.tokens - held_tokens)
             size_bytes = missing_tokens * self.router.costs.kv_bytes_per_token(job)
             self._metrics.cache_transfer_bytes.inc(decode.address, by=size_bytes)
 
@@ -221,6 +230,7 @@ class Dispatcher:
         """A worker reported."""
         if load.restarted:
             self._log.info("worker_restarted", endpoint=address)
+            self.on_restart(address)
         self.router.on_load(address, load, self._clock())
         self.stir()
 
@@ -228,14 +238,26 @@ class Dispatcher:
         """The engine there is a new one."""
         self._log.info("worker_restarted", endpoint=endpoint.address)
         self.router.restarted(endpoint.address)
+        self.on_restart(endpoint.address)
 
     def engine_told(self, address: str, engine_id: str) -> None:
         """Another process has had a reply of this engine."""
         endpoint = self.router.pool.get(address)
-        if endpoint is not None and self._engines.get(address) != engine_id:
-            if address in self._engines:
-                self.restarted(endpoint)
-            self._engines[address] = engine_id
+        if endpoint is not None:
+            self._is_new(endpoint, engine_id)
+
+    def _is_new(self, endpoint: Endpoint, engine_id: str) -> bool:
+        """An engine has said who it is: whether nobody knew. Another one in the place of one that was known is a restart."""
+        rank = rank_of(engine_id)
+        known = self._engines.setdefault(endpoint.address, {})
+        before = known.get(rank)
+        if before == engine_id:
+            return False
+        if before is not None:
+            known.clear()  # all ranks of a server start together, and those that answer next are no further restart
+            self.restarted(endpoint)
+        known[rank] = engine_id
+        return True
 
     # -- time --------------------------------------------------------------------------------------------------------------
 
@@ -289,6 +311,13 @@ class Dispatcher:
     def now_s(self) -> float:
         """On the clock of the decisions."""
         return self._clock()
+
+
+def rank_of(engine_id: str) -> str:
+    """The data-parallel rank in the id of an engine; empty: it has none. vLLM 0.32 puts `_dp` and the rank behind the id that
+    the engines of a server have in common (v1/engine/core.py and utils.py)."""
+    found = _RANK.search(engine_id)
+    return "" if found is None else found[1]
 
 
 def as_api_error(error: Exception, known_models: Iterable[str]) -> ApiError:

@@ -120,7 +120,7 @@ _EXTPROC_SLACK_S = 30.0
 # On requests, on answers, and on the filter's own replies. Envoy refuses a regular expression of more than 100 RE2
 # instructions, about one a character, so these are prefixes: of DESTINATION_HEADER, MODEL_HEADER, KV_TRANSFER_HEADER,
 # PREFILLER_HEADER, POOL_HEADER and `x-baton-decision`.
-_MUTABLE_HEADERS = "content-(length|type)|retry-after|x-(request-id|gateway-[dm].*|kv-t.*|prefill.*|baton-.*)"
+_MUTABLE_HEADERS = "content-(length|type)|retry-after|x-(request-id|(gateway-[dm]|data-p|kv-t|prefill|baton-).*)"
 _MUTABLE_TRACE = "|tracep.*"
 _MUTABLE_CREDENTIALS = "|authorization|x-api-key"
 _EXPRESSION_SIZE = 200

@@ -168,9 +168,10 @@ def _candidates(report: Report) -> Table:
 
 
 def _says(candidate: Weighed) -> str:
-    """Who says that so much is cached where it would be computed, and what of it must be loaded."""
+    """Who says that so much is cached where it would be computed, on which engine, and what of it must be loaded."""
+    rank = () if candidate.rank is None else (f"rank {candidate.rank}",)
     below = (f"{tokens:,} in {tier}" for tier, tokens in candidate.below_tokens.items())
-    return ", ".join((candidate.cached_by.replace("_", " "), *below))
+    return ", ".join((candidate.cached_by.replace("_", " "), *rank, *below))
 
 
 def _ms(seconds: float) -> str:

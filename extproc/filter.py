@@ -348,7 +348,7 @@ class Filter:
         record.outcome = "whole"
         route = journey.route(decode)
         change = wire.Mutation(
-            set_headers={**journey.onward, **route} if route else journey.onward,
+            set_headers={**journey.onward, **journey.rank(), **route},
             body=request.clean_body(),
             destination=journey.destination(decode),
             tags=journey.marks("aggregate"),

@@ -104,6 +104,8 @@ class Fleet:
             link=link,
         )
         self.pool.on_move = self._tell
+        if kv_events is not None:
+            dispatcher.on_restart = kv_events.restarted  # its events have to show whether another engine is there
         if self.pool.partition is not None:
             self._count_pools(self.pool.partition.names)
         self._told: dict[str, list[str]] = {}
@@ -181,7 +183,6 @@ class Fleet:
         for endpoint in others:
             self._scrapes.pop(endpoint.address, None)
             self._dispatcher.restarted(endpoint)
-            self._suspect(endpoint.address)
         self._changed()
 
     def _on_refused(self, source: str, address: str, why: str) -> None:
@@ -205,8 +206,6 @@ class Fleet:
         before = self._scrapes.get(address)
         # The scraper forgets a worker that is away.
         scrape.restarted |= before is not None and restarted(before, scrape)
-        if scrape.restarted:
-            self._suspect(address)
         load = scrape.load(before)
         if self._warm_up.took_transfer(address):
             load = msgspec.structs.replace(load, transfer_s=None, transfer_bytes=None)
@@ -215,11 +214,6 @@ class Fleet:
         self._scrapes[address] = scrape
         known = before is not None and None not in (before.process_start_s, scrape.process_start_s)
         self._warm_up.reported(address, same=known and not scrape.restarted)
-
-    def _suspect(self, address: str) -> None:
-        """Another engine may be there: its events have to show whether that is so."""
-        if self._kv_events is not None:
-            self._kv_events.restarted(address)
 
     async def _sweep(self) -> None:
         while True:

@@ -22,6 +22,9 @@ MODEL_HEADER: Final = "x-gateway-model-name"
 POOL_HEADER: Final = "x-baton-pool"
 """The pool of the workers that serve the request: what Envoy's own routes match on."""
 
+RANK_HEADER: Final = "x-data-parallel-rank"
+"""Which engine of a worker with several (`vllm serve --data-parallel-size`) serves the request: its place, from 0."""
+
 LB_NAMESPACE: Final = "envoy.lb"
 """The dynamic-metadata namespace that Envoy's load balancer reads the destination from."""
 
@@ -61,7 +64,7 @@ ROUTING_HEADERS: Final[tuple[str, ...]] = (
     PREFILLER_HEADER,
     "x-encoder-hosts-ports",
     "x-data-parallel-host-port",
-    "x-data-parallel-rank",
+    RANK_HEADER,
     "x-kv-cache-source-host-port",
     MODEL_HEADER,
     POOL_HEADER,

@@ -166,6 +166,11 @@ class InferenceRequest(msgspec.Struct, frozen=True):
         """Whether its API can be asked for token ids."""
         return self.treatment in _TOKEN_IDS_BACK
 
+    @property
+    def takes_rank(self) -> bool:
+        """Whether its API can be sent to one of several data-parallel engines (`X-data-parallel-rank`)."""
+        return self.treatment is not Treatment.RESPONSES
+
     def asks_token_ids(self) -> bool:
         """Whether the client wants token ids; what is neither yes nor no in JSON may be one of them to the engine."""
         return bytes(self.fields.get("return_token_ids", b"false")) not in (b"false", _NULL)

@@ -12,6 +12,7 @@ import msgspec
 
 from extproc.chains import KnownChains
 from extproc.config import Config
+from extproc.handoff import Flow
 from extproc.handoff.choose import connector
 from extproc.inference import InferenceRequest
 from extproc.models import Names
@@ -66,7 +67,10 @@ class Intake:
         self._prefill = config.prefill
         self._policies = Policies(config.policies)
         self.prompts = PromptSettings(block_tokens=block_tokens or config.routing.block_tokens)
-        self._apis = connector(config.handoff).apis
+        handoff = connector(config.handoff)
+        self._apis = handoff.apis
+        # Whoever else makes a leg, or may be sent it in the place of the chosen worker, would take the rank for its own.
+        self._takes_rank = handoff.flow is Flow.SEQUENTIAL and not (config.epp.enabled and config.epp.fallback_endpoints)
         self._bytes_per_token = bytes_per_token
         self._chains = KnownChains()
         self._choice = PoolChoice(config.pools) if config.pools else None
@@ -119,6 +123,7 @@ class Intake:
                 answer_tokens=request.answer_tokens(),
                 size_bytes=size_bytes,
                 handoff=whole_reason is None,
+                takes_rank=self._takes_rank and request.takes_rank,
             ),
             prompt=prompt,
             resolved=resolved,

@@ -21,6 +21,7 @@ from extproc.cache_directory import CacheDirectory
 from extproc.config import Config
 from extproc.dispatcher import Dispatcher
 from extproc.handoff import Connector
+from extproc.headers import RANK_HEADER
 from extproc.held import Held
 from extproc.intake import Intake
 from extproc.next_turn.reading import Reading
@@ -400,6 +401,11 @@ class Journey:
     def route(self, decode: Endpoint) -> Mapping[str, str]:
         """The headers by which Envoy chooses the route to this worker; none where it has but one."""
         return self.parts.routes.of(None if self.job is None else self.job.model, decode.labels)
+
+    def rank(self) -> dict[str, str]:
+        """The header by which its decode leg names one of its worker's engines, where it has to."""
+        rank = None if self.ticket is None else self.ticket.decode_rank
+        return {} if rank is None else {RANK_HEADER: str(rank)}
 
     def place_other(self, size_bytes: int = 0, *, model: str | None = None, aims: Aims = AT_ONCE) -> Endpoint:
         """A decode worker for what is no prompt, at once; ``model``: only one that serves it. Raises ApiError."""

@@ -304,6 +304,8 @@ def _decision(at: float, request_id: str, decision: Decision) -> doc.DecisionNow
         prompt_tokens=decision.prompt_tokens,
         cached_tokens=decision.cached_tokens,
         cached_by=decision.cached_by,
+        prefill_rank=decision.prefill_rank,
+        decode_rank=decision.decode_rank,
         below_tokens=decision.below_tokens,
         queued_ms=round(decision.queued_s * 1e3, 1),
         ttft_ms=round(decision.terms.ttft_s * 1e3, 2),

@@ -229,7 +229,12 @@ class DecisionNow(msgspec.Struct, kw_only=True, gc=False):
     cached_tokens: int
     """Of the prompt, expected in the caches of the worker that computes it."""
     cached_by: str
-    """Who says so: `events` of that worker, `placed` (it was sent there a moment ago), `cache_server`, or `predicted`."""
+    """Who says so: `events` of that worker, `ranks` (the same, as a mean over its engines), `placed` (it was sent there a
+    moment ago), `cache_server`, or `predicted`."""
+    prefill_rank: int | None
+    """The engine that the prefill leg names, of a worker with several behind one address; null: none."""
+    decode_rank: int | None
+    """The same of the decode leg."""
     below_tokens: dict[str, int]
     """Of these, what it has to load, by tier: `cpu`, `disk`, `lmcache`."""
     queued_ms: float

@@ -82,6 +82,9 @@ class Scrape(msgspec.Struct, kw_only=True):
     preemptions: float | None = None
     sources: dict[str, float] | None = None
     """Prompt tokens by where their KV came from, under vLLM's names for that."""
+    rank_running: tuple[float, ...] = ()
+    """As `running`, of each engine in the order of their numbers. Empty: there is one, or they do not say the same."""
+    rank_waiting: tuple[float, ...] = ()
     model: str | None = None
     """The name under which the engine reports."""
     process_start_s: float | None = None
@@ -97,6 +100,8 @@ class Scrape(msgspec.Struct, kw_only=True):
             kv_usage=self.kv_usage,
             kv_tokens=self.kv_tokens,
             block_tokens=self.block_tokens,
+            rank_running=self.rank_running,
+            rank_waiting=self.rank_waiting,
             restarted=self.restarted,
         )
         if before is None or self.restarted:
@@ -153,6 +158,8 @@ _BUCKETS = {start: re.compile(start + rb'(?:.*?,)?le="([^"]{1,64})".*\}[ \t]+(\S
 
 _SOURCES = b"prompt_tokens_by_source_total"
 
+_BY_RANK = (b"num_requests_running", b"num_requests_waiting")
+
 _COUNTERS = ("prefix_queries", "prompt_tokens", "generation_tokens", "itl_count", "prefill_count", "transfer_count")
 """What only a new engine has less of."""
 
@@ -161,6 +168,7 @@ _CACHE = b"cache_config_info"
 # The newline and the prefix are literal, so that the search jumps from line to line; most lines are buckets of histograms.
 _SAMPLE = re.compile(rb"\nvllm:(%s)(?:\{(.*)\})?[ \t]+(\S{1,64})" % b"|".join((*_FIELDS, _CACHE, _SOURCES)))
 _SOURCE = re.compile(rb'(?:^|,)source="([a-z_]{1,64})"')
+_ENGINE = re.compile(rb'(?:^|,)engine="(\d{1,9})"')
 _MODEL = re.compile(rb'(?:^|,)model_name="([^"\\]{1,256})"')
 _PROCESS_START = re.compile(rb"\nprocess_start_time_seconds(?:\{.*\})?[ \t]+(\S{1,64})")
 _BLOCKS = re.compile(rb',num_gpu_blocks="(\d{1,12})"')
@@ -177,6 +185,7 @@ def parse(text: bytes) -> Scrape:
     """A page in Prometheus' text format. Lines that make no sense, and values that are negative or no number, are left out."""
     sums: dict[str, float] = {}
     sources: dict[str, float] = {}
+    ranks: dict[bytes, dict[int, float]] = {name: {} for name in _BY_RANK}
     model: str | None = None
     kv_tokens = usages = 0
     sizes: set[int] = set()
@@ -199,6 +208,9 @@ def parse(text: bytes) -> Scrape:
             continue
         if name == b"num_requests_running" and (named := _MODEL.search(labels)):
             model = named[1].decode("utf-8", "replace")
+        if name in ranks and (engine := _ENGINE.search(labels)):
+            of = ranks[name]
+            of[int(engine[1])] = of.get(int(engine[1]), 0.0) + value
         field = _FIELDS[name]
         usages += field == "kv_usage"
         sums[field] = sums.get(field, 0.0) + value
@@ -213,6 +225,9 @@ def parse(text: bytes) -> Scrape:
         model=model,
         process_start_s=start_s,
     )
+    running, waiting = (ranks[name] for name in _BY_RANK)
+    if len(running) > 1 and running.keys() == waiting.keys():
+        scrape.rank_running, scrape.rank_waiting = (tuple(of[number] for number in sorted(of)) for of in (running, waiting))
     for field, buckets in _buckets(page).items():
         setattr(scrape, field, buckets)
     for field, total in sums.items():

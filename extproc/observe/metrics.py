@@ -151,11 +151,19 @@ class Metrics:
         self.cache_lookups = make.tally(
             "baton_cache_lookups",
             "Prompts that got workers where workers tell what they hold, by whose word counted for the one that computes: "
-            "`events` (its own), `placed` (sent there a moment ago), `cache_server`, `predicted` (from text: its events are "
-            "not in step), `no_tokens` (from text: the prompt's tokens are not known)",
+            "`events` (its own), `ranks` (the same, as a mean over its engines), `placed` (sent there a moment ago), "
+            "`cache_server`, `predicted` (from text: its events are not in step), `no_tokens` (from text: the prompt's tokens "
+            "are not known)",
             ("by",),
-            known=[(by,) for by in ("events", "placed", "cache_server", "predicted", "no_tokens")],
+            known=[(by,) for by in ("events", "ranks", "placed", "cache_server", "predicted", "no_tokens")],
             watch="`no_tokens` and `predicted`: what is known is not used",
+        )
+        self.ranks_named = make.tally(
+            "baton_ranks_named",
+            "Legs that name an engine of a worker with several behind one address (`X-data-parallel-rank`)",
+            ("role",),
+            known=[("prefill",), ("decode",)],
+            watch="its share of the prompts: the worker's own balancing does not choose for these",
         )
         self.cache_expected_tokens = make.tally(
             "baton_cache_expected_tokens",
@@ -185,7 +193,7 @@ class Metrics:
             "How far the two are apart, as a share of the prompt",
             ("by",),
             bounds=(0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0),
-            known=[(by,) for by in ("events", "placed", "cache_server", "predicted")],
+            known=[(by,) for by in ("events", "ranks", "placed", "cache_server", "predicted")],
             watch="`events` above 0.05: events are lost, or the prompt's tokens are not those that the engine makes",
         )
         self.cache_mistrusted = make.tally(

@@ -559,7 +559,9 @@ function cachedShare(decision) {
 
 function cachedWords(decision) {
   const below = Object.entries(decision.below_tokens).map(([tier, tokens]) => `, ${count(tokens)} in ${tier}`);
-  return `${count(decision.cached_tokens)} tokens, says: ${decision.cached_by.replaceAll("_", " ")}${below.join("")}`;
+  const rank = decision.prefill === null ? decision.decode_rank : decision.prefill_rank;
+  const named = rank === null ? "" : `, rank ${rank}`;
+  return `${count(decision.cached_tokens)} tokens, says: ${decision.cached_by.replaceAll("_", " ")}${named}${below.join("")}`;
 }
 
 function same(one, other) {

@@ -179,7 +179,11 @@ class Costs:
             own_s = -own_s if endpoint.prefill.claims else 0.0
         if not endpoint.prefill.external_requests:
             return own_s
-        return own_s + self._others_left(endpoint, now_s) * self.prefill_rate(endpoint).seconds(self._uncached_tokens.value)
+        return own_s + self._others_left(endpoint, now_s) * self.typical_prefill_s(endpoint)
+
+    def typical_prefill_s(self, endpoint: Endpoint) -> float:
+        """What a prompt of which nothing is known takes there."""
+        return self.prefill_rate(endpoint).seconds(self._uncached_tokens.value)
 
     def outstanding_tokens(self, endpoint: Endpoint, now_s: float) -> float:
         """Prompt tokens that the prefill worker has yet to compute, ours and others'."""
@@ -190,7 +194,7 @@ class Costs:
     def _others_left(self, endpoint: Endpoint, now_s: float) -> float:
         """Requests of others that the prefill worker still has: it has been at them since it reported them."""
         others = self.external(endpoint, now_s, prefill=True)
-        each_s = self.prefill_rate(endpoint).seconds(self._uncached_tokens.value)
+        each_s = self.typical_prefill_s(endpoint)
         return max(0.0, others - (now_s - endpoint.prefill.external_s) / each_s)
 
     def room_tokens(self, endpoint: Endpoint) -> int:

@@ -70,9 +70,14 @@ class Decision(msgspec.Struct, kw_only=True):
     cached_tokens: int
     """Of the prompt, expected in the caches of the worker that computes it."""
     cached_by: str = "predicted"
-    """Who says so: `events` of the worker; `placed`: it was sent there a moment ago; `cache_server`; `predicted` from text."""
+    """Who says so: `events` of the worker; `ranks`: the same, as a mean over its engines, any of which may take it; `placed`:
+    it was sent there a moment ago; `cache_server`; `predicted` from text."""
     below_tokens: dict[str, int] = {}
     """Of these, what has to be loaded first, by tier: `cpu`, `disk`, `lmcache`."""
+    prefill_rank: int | None = None
+    """The engine that the prefill leg names (`X-data-parallel-rank`), of a worker with several; null: none."""
+    decode_rank: int | None = None
+    """The same of the decode leg."""
     terms: Terms
     queued_s: float = 0.0
     """Time in our queue."""
@@ -88,7 +93,9 @@ class Decision(msgspec.Struct, kw_only=True):
         parts = [
             mode,
             *(f'prefill="{self.prefill}"' for _ in (1,) if self.prefill is not None),
+            *(f"prefill-rank={self.prefill_rank}" for _ in (1,) if self.prefill_rank is not None),
             f'decode="{self.decode}"',
+            *(f"decode-rank={self.decode_rank}" for _ in (1,) if self.decode_rank is not None),
             f"reason={self.reason}",
             f'policy="{self.policy}"',
             f"objective={self.objective}",

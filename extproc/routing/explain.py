@@ -40,6 +40,8 @@ class Weighed(Candidate, kw_only=True):
     """Who says what the worker that computes holds, as in :class:`Decision`."""
     below_tokens: dict[str, int] = msgspec.field(default_factory=dict)
     """What it would load of that, by tier, as in :class:`Decision`."""
+    rank: int | None = None
+    """The engine of that worker that would have to be named for it, as in :class:`Decision`."""
 
 
 class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
@@ -241,6 +243,7 @@ def _candidates(
         each.chosen = chosen is not None and (each.prefill, each.decode) == (chosen.prefill, chosen.decode)
         computes = each.decode if each.prefill is None else each.prefill
         each.cached_by, each.below_tokens = hits.source(computes), hits.below_tokens(computes)
+        each.rank = hits.rank(computes)
     weighed.sort(key=lambda each: (not each.chosen, each.cost))
     if weighed:
         best = weighed[0] if weighed[0].chosen else None

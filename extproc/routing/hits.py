@@ -12,9 +12,9 @@ from extproc.routing.job import Job
 from extproc.routing.pool import Endpoint
 from extproc.routing.prefix import Chain
 
-Source: TypeAlias = Literal["events", "placed", "cache_server", "predicted"]
-"""Whose word it is: the worker's own events; ours, who sent the prompt there a moment ago; a cache server's, or what was stored
-there; the predicting index, over text."""
+Source: TypeAlias = Literal["events", "ranks", "placed", "cache_server", "predicted"]
+"""Whose word it is: the worker's own events; the same, as a mean over its engines, any of which may take the prompt; ours, who
+sent it there a moment ago; a cache server's, or what was stored there; the predicting index, over text."""
 
 
 class Below(NamedTuple):
@@ -34,7 +34,17 @@ class Below(NamedTuple):
         return self.cpu + self.disk + self.lmcache + self.decode
 
 
+class Named(NamedTuple):
+    """One of the engines behind an address, which a request shall go to."""
+
+    rank: int
+    """Its place among them, from 0."""
+    more_tokens: int
+    """On its GPU, over what was expected of whichever the worker's own balancing takes."""
+
+
 NOTHING_BELOW: Mapping[str, Below] = MappingProxyType({})
+_NO_RANKS: Mapping[str, Named] = MappingProxyType({})
 _NO_SOURCES: Mapping[str, Source] = MappingProxyType({})
 
 
@@ -47,6 +57,8 @@ class Hits(NamedTuple):
     """Of these, what has to be loaded. Workers that would load nothing are not here."""
     sources: Mapping[str, Source] = _NO_SOURCES
     """Whose word counted, where it was not the predicting index."""
+    ranks: Mapping[str, Named] = _NO_RANKS
+    """Whose tokens these are, of workers with several engines behind their address. Where it is not here, nobody is named."""
 
     def of(self, endpoint: Endpoint) -> int:
         """In the caches of one."""
@@ -62,6 +74,11 @@ class Hits(NamedTuple):
         found = self.below.get(endpoint.address)
         tokens = self.tokens.get(endpoint.address, 0)
         return tokens if found is None else tokens - found.tokens
+
+    def rank(self, address: str) -> int | None:
+        """The engine that what goes to one of them has to name for these tokens to be there; None: none."""
+        named = self.ranks.get(address)
+        return None if named is None else named.rank
 
     def source(self, address: str) -> Source:
         """Whose word counted for one."""

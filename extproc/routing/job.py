@@ -124,6 +124,8 @@ class Job(msgspec.Struct, kw_only=True):
     """Of the request's body, for the queue's limit."""
     handoff: bool = True
     """False: it cannot be handed over, and only a decode worker is wanted."""
+    takes_rank: bool = False
+    """An engine of a worker with several data-parallel ranks may be named for it."""
     only: frozenset[str] | None = None
     """``ip:port`` of the decode workers that may be chosen, whatever else speaks for others; None: any."""
 

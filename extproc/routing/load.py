@@ -24,5 +24,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     """Mean duration of a KV transfer that it received since its last report."""
     transfer_bytes: float | None = None
     """Mean size of those."""
+    rank_running: tuple[float, ...] = ()
+    """The same of each of its engines, in the order of their data-parallel ranks. Empty: it has one, or did not say."""
+    rank_waiting: tuple[float, ...] = ()
     restarted: bool = False
     """It is a new process since its last report: its cache is empty."""

@@ -37,7 +37,7 @@ def with_offer(costs: Costs, prefills: Iterable[Endpoint], job: Job, offer: Offe
         if read_s < saved_s:
             tokens[address] = known
             below[address] = before._replace(load_s=before.load_s + read_s, decode=more)
-    return Hits(tokens, below, hits.sources)
+    return hits._replace(tokens=tokens, below=below)
 
 
 def _read_s(costs: Costs, job: Job, giver: str, taker: Endpoint, tokens: int, now_s: float) -> float:

@@ -520,7 +520,8 @@ class Router:
             prefill = self.pool.get(chosen.prefill)
             assert prefill is not None
             self._claim_prefill(ticket, prefill, chosen, now_s)
-        self._claim_decode(ticket, decode, now_s)
+        self._claim_decode(ticket, decode, now_s, self._decode_rank(ticket, decode, handed_over=chosen.prefill is not None))
+        made.prefill_rank, made.decode_rank = ticket.prefill_rank, ticket.decode_rank
         if chosen.prefill is None:
             decode.prefill.occupy(chosen.terms.prefill_s, now_s)
             self.told.occupied(decode.address, chosen.terms.prefill_s)
@@ -531,6 +532,7 @@ class Router:
         self._turn += 1
         uncached = max(job.tokens - chosen.cached_prefill_tokens, 1)
         ticket.prefill, ticket.sent_s = prefill, now_s
+        ticket.prefill_rank = None if ticket.hits is None else ticket.hits.rank(prefill.address)
         ticket.prefill_claim = prefill.prefill.claim(
             tokens=uncached, work_s=chosen.terms.prefill_s + chosen.terms.load_s, now_s=now_s, turn=self._turn
         )
@@ -539,15 +541,26 @@ class Router:
         ticket.prefill_claim.late = late and chosen.terms.prefill_s > SMALL_WORK_S
         self.told.claimed(ticket.prefill_claim, Role.PREFILL, prefill.address)
         if self.known is not None:
-            ticket.prefill_sent = self.known.sent(prefill.address, job, now_s)
+            ticket.prefill_sent = self.known.sent(prefill.address, job, now_s, ticket.prefill_rank)
         self._learn(prefill.address, job)
         self.scales.forget()
 
-    def _claim_decode(self, ticket: Ticket, decode: Endpoint, now_s: float) -> None:
+    def _decode_rank(self, ticket: Ticket, decode: Endpoint, *, handed_over: bool) -> int | None:
+        """The engine that a decode leg names. With a handoff its hit saves no computing, only the transfer of what it holds."""
+        named = None if ticket.hits is None else ticket.hits.ranks.get(decode.address)
+        if named is None:
+            return None
+        if handed_over:
+            size_bytes = named.more_tokens * self.costs.kv_bytes_per_token(ticket.job)
+            if self.costs.transfer_rate(decode).seconds(size_bytes) < self.settings.rank_gain_s:
+                return None
+        return named.rank
+
+    def _claim_decode(self, ticket: Ticket, decode: Endpoint, now_s: float, rank: int | None = None) -> None:
         job = ticket.job
         self._turn += 1
         self._not_sent(ticket)
-        ticket.decode = decode
+        ticket.decode, ticket.decode_rank = decode, rank
         ticket.decode_claim = decode.decode.claim(
             tokens=job.tokens + self.costs.answer_tokens(job), work_s=0.0, now_s=now_s, turn=self._turn
         )
@@ -571,7 +584,7 @@ class Router:
         if not ticket.decode_holds:
             ticket.decode_holds = True
             if self.known is not None:
-                ticket.decode_sent = self.known.sent(decode.address, ticket.job, now_s)
+                ticket.decode_sent = self.known.sent(decode.address, ticket.job, now_s, ticket.decode_rank)
             self._learn(decode.address, ticket.job)
 
     def _learn(self, address: str, job: Job) -> None:
@@ -728,6 +741,7 @@ class Router:
             ticket.decision.prefill, ticket.decision.reason, ticket.decision.terms = prefill.address, "retry", terms
             ticket.decision.cached_by = hits.source(prefill.address)
             ticket.decision.below_tokens = hits.below_tokens(prefill.address)
+            ticket.decision.prefill_rank = ticket.prefill_rank
         return prefill
 
     def decode_again(self, ticket: Ticket, now_s: float) -> Endpoint:
@@ -741,9 +755,10 @@ class Router:
         found = self.picker.whole(ticket.job, self.scales.hits(ticket), now_s, exclude, admit=False)
         decode = self.pool.get(found[0].decode)
         assert decode is not None
-        self._claim_decode(ticket, decode, now_s)
+        handed_over = ticket.prefill is not None
+        self._claim_decode(ticket, decode, now_s, self._decode_rank(ticket, decode, handed_over=handed_over))
         if ticket.decision is not None:
-            ticket.decision.decode = decode.address
+            ticket.decision.decode, ticket.decision.decode_rank = decode.address, ticket.decode_rank
         return decode
 
     def alternatives(self, ticket: Ticket, most: int, now_s: float) -> list[str]:
@@ -788,7 +803,7 @@ class Router:
             return None
         self._claim_decode(ticket, served, now_s)
         if decision is not None:
-            decision.decode = served.address
+            decision.decode, decision.decode_rank = served.address, None
         return served
 
     def answered(self, ticket: Ticket, now_s: float, *, ok: bool, pair_fault: bool = False) -> None:

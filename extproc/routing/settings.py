@@ -57,6 +57,9 @@ class Routing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """The same from a disk."""
     lmcache_bytes_per_s: float = 5e9
     """The same from a cache server."""
+    rank_gain_s: float = 0.1
+    """Of a worker with several data-parallel ranks behind one address, a request names the one that holds most of its prompt
+    (`X-data-parallel-rank`) where that saves so many seconds; else the worker's own balancing chooses. A huge number: never."""
     handoff_overhead_s: float = 0.03
     """What a handoff costs beside prefill and transfer: a second request, scheduling, the first step."""
     handshake_s: float = 0.5

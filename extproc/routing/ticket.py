@@ -43,6 +43,7 @@ class Ticket:
         "decode",
         "decode_claim",
         "decode_holds",
+        "decode_rank",
         "decode_sent",
         "error",
         "hits",
@@ -50,6 +51,7 @@ class Ticket:
         "job",
         "prefill",
         "prefill_claim",
+        "prefill_rank",
         "prefill_sent",
         "sent_s",
         "state",
@@ -74,6 +76,9 @@ class Ticket:
         self.decode_claim: Claim | None = None
         self.decode_holds = False
         """Whether the index knows that its decode worker holds the prompt."""
+        self.prefill_rank: int | None = None
+        self.decode_rank: int | None = None
+        """The engines that its legs have to name, of workers with several (:mod:`extproc.routing.ranks`); None: none."""
         self.sent_s = 0.0
         self.waiting: Waiting | None = None
         self.whole_reason: str | None = None

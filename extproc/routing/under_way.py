@@ -44,8 +44,8 @@ class Sent:
     __slots__ = ("address", "block_tokens", "keys", "rank", "until_s")
 
     def __init__(self, address: str, keys: array[int], block_tokens: int, until_s: float, rank: int | None = None) -> None:
-        """``block_tokens``: of the keys of a token chain; 0: they are hashes of text. ``rank``: the place of the engine that the
-        request names, among those behind the address; None: it names none."""
+        """``block_tokens``: of the keys of a token chain; 0: they are hashes of text. ``rank``: the place of the engine that
+        the request names, among those behind the address; None: it names none."""
         self.address = address
         self.block_tokens = block_tokens
         self.keys = keys
