@@ -27,10 +27,7 @@ from extproc.routing.load import Load
 from extproc.routing.settings import Routing
 from workers import goodput, traces
 from workers.goodput import Summary
-from workers.sim.timing import Profile
-from workers.sim.twin import TwinConfig
-from workers.sim.twin_tier import host_tier
-from workers.traces import BLOCK_TOKENS, Request
+from workers.traces import Request
 
 _TRACE = Path(__file__).parent / "traces" / "mooncake_synthetic.jsonl.gz"
 _MOVED_S = 0.02
@@ -119,10 +116,7 @@ def answer(question: Question, requests: Sequence[Request], index: Index, run: i
 
 def setup_of(question: Question) -> Setup:
     """The workers, with caches of that size."""
-    engine = TwinConfig(block_tokens=BLOCK_TOKENS, num_blocks=question.cache_tokens // BLOCK_TOKENS)
-    if not question.host_tokens:
-        return Setup(engine=engine)
-    return Setup(engine=engine, tier=host_tier(question.host_tokens, Profile()), tier_each=True)
+    return Setup.with_caches(question.cache_tokens, question.host_tokens)
 
 
 def load(question: Question) -> list[Request]:

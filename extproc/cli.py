@@ -306,7 +306,8 @@ def envoy_config(
 @app.command(
     epilog="Examples:  baton replay --trace trace.jsonl.gz --load 0.9  ·  "
     "baton replay --trace trace.jsonl.gz --rate 2.5 --policy baton --policy cache-aware --json  ·  "
-    "baton replay --trace trace.jsonl.gz --policy baton --cache-tokens 210000 --filters 2 --index events",
+    "baton replay --trace trace.jsonl.gz --policy baton --cache-tokens 210000 --filters 2 --index events  ·  "
+    "baton replay --trace trace.jsonl.gz --policy baton --cache-tokens 210000 --host-cache-tokens 630000 --index events",
 )
 def replay(
     trace: Annotated[Path, typer.Option(help="JSON lines, or gzipped: timestamp, input_length, output_length, hash_ids.")],
@@ -319,6 +320,9 @@ def replay(
         list[str] | None, typer.Option(help="Of these only: baton, round-robin, cache-aware, least-load, prefix, random.")
     ] = None,
     cache_tokens: Annotated[int, typer.Option(min=512, help="KV cache of each worker, in tokens.")] = 4_900 * 512,
+    host_cache_tokens: Annotated[
+        int, typer.Option(min=0, help="KV that the host's memory keeps behind the cache of each prefill worker, in tokens.")
+    ] = 0,
     index: Annotated[
         str,
         typer.Option(help="How Baton knows what caches hold: predicted, events (of the workers), oracle (looks in)."),
@@ -347,7 +351,6 @@ def replay(
     from extproc.replay import Setup
     from extproc.replay_index import Index
     from extproc.routing.settings import Routing
-    from workers.sim.twin import TwinConfig
 
     settings = None if config is None else _load(config)
     try:
@@ -365,7 +368,7 @@ def replay(
             requests=requests,
             rate_per_s=rate,
             load=load,
-            setup=Setup(prefill=prefill, decode=decode, engine=TwinConfig(num_blocks=cache_tokens // 512)),
+            setup=Setup.with_caches(cache_tokens, host_cache_tokens, prefill=prefill, decode=decode),
             aims=(lambda _: chosen) if settings is None else command.aims_of_config(settings),
             routing=Routing(queue_wait_s=max_wait, seed=seed) if settings is None else settings.routing,
             policies=policy or command.POLICIES,

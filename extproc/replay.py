@@ -23,7 +23,7 @@ from workers.sim.timing import Profile
 from workers.sim.twin import Done, Event, Gaps, Pulled, TwinConfig, TwinEngine, TwinLoad
 from workers.sim.twin_cache import Change
 from workers.sim.twin_link import Wires
-from workers.sim.twin_tier import TierConfig, TwinTier
+from workers.sim.twin_tier import TierConfig, TwinTier, host_tier
 from workers.traces import BLOCK_TOKENS, Request
 
 _PATIENCE_S = 600.0
@@ -104,6 +104,19 @@ class Setup:
     """From one process to the next."""
     scrape_s: float = 1.0
     """How often the workers report."""
+
+    @classmethod
+    def with_caches(cls, cache_tokens: int, host_cache_tokens: int = 0, *, prefill: int = 3, decode: int = 5) -> Setup:
+        """Workers with KV caches of that size, and prefill workers whose hosts keep as much behind them, in blocks of the
+        traces."""
+        setup = cls(
+            prefill=prefill,
+            decode=decode,
+            engine=TwinConfig(block_tokens=BLOCK_TOKENS, num_blocks=cache_tokens // BLOCK_TOKENS),
+        )
+        if not host_cache_tokens:
+            return setup
+        return replace(setup, tier=host_tier(host_cache_tokens, setup.profile), tier_each=True)
 
     def __post_init__(self) -> None:
         """Raises ValueError for a tier whose reads have no way to share what they share, or one that has."""

@@ -23,9 +23,7 @@ from extproc.replay_index import filters
 from extproc.routing.job import Aims, Mode, Objective
 from extproc.routing.settings import Routing
 from workers import goodput
-from workers.sim.twin import TwinConfig
-from workers.sim.twin_tier import host_tier
-from workers.traces import BLOCK_TOKENS, Request
+from workers.traces import Request
 
 REPLAYS = 16
 _MOVED_S = 0.02
@@ -44,11 +42,7 @@ class Twin:
 
 def twin_setup(options: EngineOptions) -> Setup:
     """The bench's workers as the replay has them."""
-    engine = TwinConfig(block_tokens=BLOCK_TOKENS, num_blocks=options.cache_tokens // BLOCK_TOKENS)
-    setup = Setup(prefill=options.prefill, decode=options.decode, engine=engine)
-    if not options.host_tokens:
-        return setup
-    return replace(setup, tier=host_tier(options.host_tokens, setup.profile), tier_each=True)
+    return Setup.with_caches(options.cache_tokens, options.host_tokens, prefill=options.prefill, decode=options.decode)
 
 
 def twin(name: str, requests: Sequence[Request], setup: Setup, count: int = 1, *, late_s: float = 0.0) -> Twin | None:

@@ -17,8 +17,6 @@ from extproc.routing.job import Aims, Mode, Objective
 from extproc.routing.settings import Routing
 from workers import goodput, traces
 from workers.goodput import Status
-from workers.sim.twin import TwinConfig
-from workers.sim.twin_tier import host_tier
 from workers.traces import Request
 
 SETUP = Setup(prefill=3, decode=5)
@@ -192,6 +190,15 @@ def test_the_command_prints_a_table_or_json_and_says_what_is_wrong(trace_file, t
     assert "goodput" in shown.stdout
     assert "100 requests at" in shown.stdout
 
+    of_hosts = {}
+    for tokens in (0, 600_000):
+        told = baton(
+            *("--trace", trace_file, "--requests", 200, "--policy", "baton", "--cache-tokens", 90_000, "--json"),
+            *("--host-cache-tokens", tokens, "--index", "events"),
+        )
+        of_hosts[tokens] = json.loads(told.stdout)["lines"][0]["summary"]["hit_ratio"]
+    assert of_hosts[600_000] > 1.1 * of_hosts[0], "what the caches have lost comes from the hosts' memory"
+
     told = baton("--trace", trace_file, "--requests", 100, "--policy", "round-robin", "--rate", 2.0, "--json")
     found = json.loads(told.stdout)
     assert found["rate_per_s"] == 2.0
@@ -236,9 +243,7 @@ def test_a_refusal_of_one_policy_is_json_without_nan(trace_file):
 
 def hit_ratio(index, count, requests, host_tokens=0):
     """With caches that hold a small part of what comes, and hosts that hold more."""
-    small = Setup(prefill=3, decode=5, engine=TwinConfig(num_blocks=300))
-    if host_tokens:
-        small = replace(small, tier=host_tier(host_tokens, small.profile), tier_each=True)
+    small = Setup.with_caches(300 * 512, host_tokens)
     dispatcher, watches = filters(small, routing_of(Routing(), small), index, count)
     found = replay(requests, dispatcher, small, no_aims, watches=watches).outcomes
     return sum(each.cached_tokens for each in found) / sum(each.input_tokens for each in found)
