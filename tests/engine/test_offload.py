@@ -45,9 +45,6 @@ LEASE_S = 5
 LONG_TOKENS = 900
 """Of a prompt that drives others out: two of them fill the GPU's part, and four host memory."""
 
-Form = str
-"""`whole`: events of host memory have the tokens (``self_describing_kv_events``); `bare`: only hashes."""
-
 
 @dataclass(frozen=True)
 class Worker:
@@ -87,6 +84,14 @@ class Known:
         key = TokenChain(array("I", prompt)).keys(BLOCK_SIZE_TOKENS)[-1]
         return any(all(each.store.holds(key, each.number, tier.number) for tier in tiers) for each in source.holders())
 
+    def findable(self, prompt: list[int]) -> int:
+        """Tokens of a prompt that the engine should find. The GPU cache always leaves one token to compute, so that of a
+        prompt whose last block is full it gives all blocks but that; host memory gives that one, too."""
+        tokens = self.held(prompt).tokens
+        if tokens < len(prompt) or self.settled(prompt, [Tier.CPU]):
+            return tokens
+        return tokens - BLOCK_SIZE_TOKENS
+
     async def ask(self, prompt: list[int], tiers: Sequence[Tier] = (Tier.GPU, Tier.CPU), **more: Any) -> Answer:
         """The answer, when its events have come, which are about these tiers."""
         answer = await asyncio.to_thread(ask, self.worker.url, "completions", prompt, max_tokens=1, **more)
@@ -119,56 +124,40 @@ async def until(condition: Callable[[], object], what: str) -> None:
     assert condition(), what
 
 
-def spec_of(form: Form, model: Path, ports: list[int]) -> vllm.WorkerSpec:
-    """As `baton worker` makes it for a GPU, but that it runs on a CPU and a copier of ours is named."""
+@pytest.fixture(scope="module")
+def worker(tiny_model: Path) -> Iterator[Worker]:
+    """As `baton worker` makes it for a GPU, but that it runs on a CPU and a copier of ours is named. Ended before the shared
+    system starts: two cores do not carry both."""
+    port, side_channel_port, events_port, replay_port = free_ports(4)
     made = vllm.WorkerSpec(
         role="prefill",
-        model=str(model),
+        model=str(tiny_model),
         local_model=True,
         served_model_name=MODEL,
         device="gpu",
-        port=ports[0],
-        side_channel_port=ports[1],
-        kv_events_port=ports[2],
-        kv_events_replay_port=ports[3],
+        port=port,
+        side_channel_port=side_channel_port,
+        kv_events_port=events_port,
+        kv_events_replay_port=replay_port,
         kv_lease_s=LEASE_S,
         block_size_tokens=BLOCK_SIZE_TOKENS,
         max_model_len_tokens=MAX_MODEL_LEN,
-        host_cache_gib=HOST_BLOCKS * block_bytes(model) / 2**30,
+        host_cache_gib=HOST_BLOCKS * block_bytes(tiny_model) / 2**30,
         dev_endpoints=True,
         env=(("PYTHONPATH", str(Path(__file__).parents[2])),),
         extra_args=("--num-gpu-blocks-override", str(GPU_BLOCKS)),
     )
     transfer: Any = vllm.transfer_config(made)
     extra = transfer["kv_connector_extra_config"]["connectors"][1]["kv_connector_extra_config"]
-    assert extra.pop("self_describing_kv_events") is True
     extra |= {"spec_name": "OnCpu", "spec_module_path": "tests.engine.offload_on_cpu"}
-    if form == "whole":
-        extra["self_describing_kv_events"] = True
-    return dataclasses.replace(made, device="cpu", host_cache_gib=None, transfer_config=transfer)
-
-
-@pytest.fixture(scope="module")
-def workers(tiny_model: Path) -> Iterator[dict[Form, Worker]]:
-    """One that tells all, and one that tells hashes. Ended before the shared system starts: two cores do not carry both."""
-    forms = ("whole", "bare")
-    ports = free_ports(8)
-    specs = {form: spec_of(form, tiny_model, ports[4 * at : 4 * at + 4]) for at, form in enumerate(forms)}
-    shares = dict(zip(forms, map(tuple, cores.spread(2, cores.usable())), strict=True))
+    command = vllm.command(dataclasses.replace(made, device="cpu", host_cache_gib=None, transfer_config=transfer))
     with ExitStack() as parts:
         folder = Path(parts.enter_context(TemporaryDirectory(prefix="baton-")))
-        running = {}
-        for form, spec in specs.items():
-            # One after the other: until they are pinned, all are on the same core.
-            command = vllm.command(spec)
-            child = parts.enter_context(Child(form, command.argv, log=folder / f"{form}.log", env=command.env))
-            address = f"127.0.0.1:{spec.port}"
-            wait_ready(child, f"http://{address}/health", UP_TIMEOUT_S)
-            cores.pin(child.pids(), shares[form])
-            assert spec.kv_events_port is not None
-            told = EventPorts(port=spec.kv_events_port, replay_port=spec.kv_events_replay_port)
-            running[form] = Worker(f"http://{address}", address, told)
-        yield running
+        child = parts.enter_context(Child("worker", command.argv, log=folder / "worker.log", env=command.env))
+        wait_ready(child, f"http://127.0.0.1:{port}/health", UP_TIMEOUT_S)
+        cores.pin(child.pids(), cores.usable()[:1])
+        ports = EventPorts(port=events_port, replay_port=replay_port)
+        yield Worker(f"http://127.0.0.1:{port}", f"127.0.0.1:{port}", ports)
 
 
 @asynccontextmanager
@@ -185,12 +174,9 @@ async def following(worker: Worker) -> AsyncIterator[Known]:
         await asyncio.gather(task, return_exceptions=True)
 
 
-@pytest.mark.parametrize("form", ["whole", "bare"])
-async def test_what_the_gpu_drops_is_known_to_be_in_host_memory_and_what_that_drops_to_be_gone(
-    workers: dict[Form, Worker], form: Form
-) -> None:
+async def test_what_the_gpu_drops_is_known_to_be_in_host_memory_and_what_that_drops_to_be_gone(worker: Worker) -> None:
     prompt = ids(1, 400)
-    async with following(workers[form]) as known:
+    async with following(worker) as known:
         assert (await known.ask(prompt)).cached_tokens == 0
         assert known.held(prompt) == Held(full(400)), "each block counts where it is fastest"
 
@@ -213,42 +199,42 @@ async def test_what_the_gpu_drops_is_known_to_be_in_host_memory_and_what_that_dr
         assert known.holdings.seen.unknown_removed == 0
 
 
-async def test_a_late_filter_knows_the_same_from_the_replay(workers: dict[Form, Worker]) -> None:
+async def test_a_late_filter_knows_the_same_from_the_replay(worker: Worker) -> None:
     prompt = ids(2, 400)
-    async with following(workers["whole"]) as known:
+    async with following(worker) as known:
         await known.ask(prompt)
         await known.others(300, 2)
         await until(lambda: known.held(prompt) == Held(0, cpu=full(400)), "it is in host memory only")
         at_first = {tier: known.holdings.sources(known.worker.address)[0].blocks(tier) for tier in Tier}
-    async with following(workers["whole"]) as late:
+    async with following(worker) as late:
         assert late.held(prompt) == Held(0, cpu=full(400))
         assert {tier: late.holdings.sources(late.worker.address)[0].blocks(tier) for tier in Tier} == at_first
         assert at_first[Tier.CPU] == HOST_BLOCKS, "the tier is full, and every block of it is known"
 
 
-async def test_what_is_known_of_a_prompt_is_what_the_engine_then_finds(workers: dict[Form, Worker]) -> None:
+async def test_what_is_known_of_a_prompt_is_what_the_engine_then_finds(worker: Worker) -> None:
     draw = random.Random(7)
     # Twenty prompts of five tenants, 180 blocks: more than host memory holds, and much more than the GPU.
     heads = [ids(1000 + tenant, draw.randrange(60, 260)) for tenant in range(5)]
     prompts = [[*heads[number % 5], *ids(2000 + number, draw.randrange(100, 300))] for number in range(20)]
-    # And some whose last block is full: of a prompt the last token is always computed.
+    # And some whose last block is full.
     prompts += [prompt[: full(len(prompt))] for prompt in prompts[:4]]
     seen = dict.fromkeys(("gpu only", "both", "host only", "nothing"), 0)
-    async with following(workers["whole"]) as known:
+    async with following(worker) as known:
         for number in range(80):
             asked = draw.choice(prompts)
-            held = known.held(asked)
+            held, findable = known.held(asked), known.findable(asked)
             seen["both" if held.gpu and held.cpu else "gpu only" if held.gpu else "host only" if held.cpu else "nothing"] += 1
             found = (await known.ask(asked)).cached_tokens
-            assert found == min(held.tokens, len(asked) - 1), (number, held, len(asked))
+            assert found == findable, (number, held, len(asked))
         print(f"found as known: {seen}")
         assert min(seen.values()) > 2, f"one of the cases was hardly tried: {seen}"
         assert known.in_step
 
 
-async def test_a_prefill_for_another_worker_says_what_came_from_host_memory(workers: dict[Form, Worker]) -> None:
+async def test_a_prefill_for_another_worker_says_what_came_from_host_memory(worker: Worker) -> None:
     prompt = ids(3, 400)
-    async with following(workers["whole"]) as known:
+    async with following(worker) as known:
         await known.ask(prompt)
         await known.others(400, 2)
         await until(lambda: known.held(prompt) == Held(0, cpu=full(400)), "it is in host memory only")
@@ -258,20 +244,20 @@ async def test_a_prefill_for_another_worker_says_what_came_from_host_memory(work
 
 
 async def test_host_memory_that_outlives_the_emptied_gpu_cache_is_not_claimed_and_shows_when_it_drops(
-    workers: dict[Form, Worker],
+    worker: Worker,
 ) -> None:
     def reset_at(query: str = "") -> Callable[[], bool]:
         """Blocks of a handoff hold it up until their lease ends."""
 
         def done() -> bool:
-            request = urllib.request.Request(f"{workers['whole'].url}/reset_prefix_cache{query}", method="POST")
+            request = urllib.request.Request(f"{worker.url}/reset_prefix_cache{query}", method="POST")
             with urllib.request.urlopen(request, timeout=10) as reply:
                 return b"true" in reply.read().lower()
 
         return done
 
     prompt = ids(4, 400)
-    async with following(workers["whole"]) as known:
+    async with following(worker) as known:
         await known.ask(prompt)
         await until(reset_at(), "the GPU cache is emptied")
         await known.ask(ids(5, 100))  # vLLM publishes with its next step
