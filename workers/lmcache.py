@@ -242,7 +242,7 @@ def without_secrets(url: str) -> str:
 
 def _host_port(address: str, whose: str) -> tuple[str, int]:
     host, colon, port = address.rpartition(":")
-    if not colon or not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
+    if not colon or not host or "/" in host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
         raise ValueError(f"{whose} {address!r}: not host:port")
     if ":" in host and not (host.startswith("[") and host.endswith("]")):
         raise ValueError(f"{whose} {address!r}: an IPv6 address goes in brackets")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from extproc.cli import app
 from extproc.cli_cache import CacheFile
 from workers import cache_disk, lmcache, yaml_lines
 from workers.lmcache import CacheSpec, Disk, available_bytes, connector, fit, server_command, without_secrets
+from workers.lmcache_coordinator import coordinator_command
 
 GIB = 1 << 30
 MEMINFO = "MemTotal:       24684096 kB\nMemFree:        21558764 kB\nMemAvailable:   16777216 kB\n"
@@ -74,6 +76,8 @@ def test_what_does_not_fit_is_refused_with_its_field(spec: CacheSpec, memory_gib
         (f"cache:\n  remote: lm://u:{SECRET}@kv:1\n", "not redis://"),
         ("cache:\n  remote: s3://kv.s3.eu-west-1.amazonaws.com\n", "region"),
         (f"cache:\n  remote: s3://key:{SECRET}@kv.s3.amazonaws.com?region=x\n", "environment"),
+        ("cache:\n  coordinator: http://kv:9300\n", "f.yaml:2: cache.coordinator: 'http://kv:9300': not host:port"),
+        ("cache:\n  name: a/b\n", "f.yaml:2: cache.name: 'a/b' is not up to 63 letters"),
     ],
 )
 def test_a_block_that_cannot_be_used_is_refused_with_the_reason_and_without_secrets(text: str, said: str) -> None:
@@ -120,6 +124,31 @@ def test_a_password_goes_by_the_environment_and_is_shown_nowhere() -> None:
 def test_neither_the_server_nor_a_worker_reports_its_use_to_the_internet() -> None:
     assert rendered(CacheSpec(dram_gb=1))[1]["LMCACHE_TRACK_USAGE"] == "false"
     assert lmcache.WORKER_ENV["LMCACHE_TRACK_USAGE"] == "false"
+
+
+def test_a_server_that_reports_does_so_under_a_name_that_stays() -> None:
+    """Without one LMCache makes up a new one at each start, and the directory has its disk under the old one for good."""
+    with pytest.raises(ValueError, match="name: a server that reports"):
+        rendered(CacheSpec(dram_gb=1, coordinator="kv:9300"))
+    argv, _ = rendered(CacheSpec(dram_gb=1, coordinator="kv:9300", name="node-1"))
+    at = argv.index("--coordinator-url")
+    assert argv[at:] == [
+        *("--coordinator-url", "http://kv:9300", "--coordinator-event-reporting", "--instance-id", "node-1"),
+        *("--coordinator-advertise-ip", "127.0.0.1"),
+    ]
+    spec = CacheSpec(dram_gb=1, coordinator="kv:9300", name="node-1")
+    argv = list(server_command(spec, host="0.0.0.0", port=5555, http_port=8080, http_host="0.0.0.0").argv)
+    assert "--coordinator-advertise-ip" not in argv, "that of the default route, which LMCache finds itself"
+    assert "--coordinator-url" not in rendered(CacheSpec(dram_gb=1, name="node-1"))[0]
+
+
+def test_the_coordinator_makes_keys_as_the_servers_do() -> None:
+    """It would find nothing otherwise, and say nothing of it."""
+    server, _ = rendered(CacheSpec(dram_gb=1))
+    coordinator = list(coordinator_command(host="127.0.0.1", port=9300).argv)
+    for option in ("--hash-algorithm", "--chunk-size"):
+        assert server[server.index(option) + 1] == coordinator[coordinator.index(option) + 1]
+    assert coordinator_command(host="127.0.0.1", port=9300).env["LMCACHE_TRACK_USAGE"] == "false"
 
 
 # -- the connector -----------------------------------------------------------------------------------------------------------
@@ -173,8 +202,8 @@ def test_a_tier_that_is_not_there_yet_has_the_room_of_its_disk(tmp_path: Path) -
 # -- the command -------------------------------------------------------------------------------------------------------------
 
 
-def run(*options: str, env: dict[str, str] | None = None) -> tuple[int, str, str]:
-    done = CliRunner().invoke(app, ["cache-server", *options], env=env)
+def run(*options: str, env: dict[str, str] | None = None, command: str = "cache-server") -> tuple[int, str, str]:
+    done = CliRunner().invoke(app, [command, *options], env=env)
     return done.exit_code, done.stdout, done.stderr
 
 
@@ -256,6 +285,30 @@ def test_an_open_port_that_asks_nobody_is_warned_of() -> None:
     loud = run("--dram-gb", "1", "--dry-run", "--host", "10.0.0.5", "--http-host", "0.0.0.0")[2]
     assert "--http-host 0.0.0.0: whoever reaches this port can empty" in loud
     assert "--host 10.0.0.5: whoever reaches this port can read and write" in loud
+
+
+def test_a_server_is_known_by_its_machines_name_and_a_second_one_there_by_its_port_too() -> None:
+    def name(*options: str) -> str:
+        out = run("--dram-gb", "1", "--dry-run", "--coordinator", "kv:9300", *options)[1].split()
+        return out[out.index("--instance-id") + 1]
+
+    assert name() == socket.gethostname()
+    assert name("--port", "5556") == f"{socket.gethostname()}-5556"
+    assert name("--name", "node-1") == "node-1"
+    status, _, err = run("--dram-gb", "1", "--dry-run", "--coordinator", "kv")
+    assert status == 1
+    assert "coordinator: 'kv': not host:port" in err
+
+
+def test_the_coordinator_is_one_line_for_a_shell_and_an_open_port_is_warned_of(tmp_path: Path) -> None:
+    status, out, err = run("--checkpoint", str(tmp_path / "d" / "c"), "--dry-run", command="cache-coordinator")
+    assert (status, out.count("\n"), err) == (0, 1, "")
+    assert out.rstrip().endswith(f"--checkpoint-path {tmp_path}/d/c")
+    assert not (tmp_path / "d").exists(), "a dry run leaves nothing behind"
+    assert "have it deleted there" in run("--host", "0.0.0.0", "--dry-run", command="cache-coordinator")[2]
+    status, _, err = run("--chunk-tokens", "8", command="cache-coordinator")
+    assert status == 1
+    assert "chunk_tokens: 8 is below 16" in err
 
 
 def test_a_changed_block_is_checked_again() -> None:
