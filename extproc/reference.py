@@ -28,6 +28,23 @@ from extproc.paths import TABLE, Treatment
 
 _GENERATED = "<!-- Made by `make generate` from the code; change that. -->\n"
 
+_RANKS = {
+    "what it needs": "KV events of all its engines ([KV events](kv-events.md)), in step",
+    "named": "the engine that holds most of the prompt, where that saves `routing.rank_gain_s` over the mean of all of them; "
+    "what it has more to do than the idlest is taken off before. Never one at which requests wait while none wait at another",
+    "what it has to do": "the worker's metrics by `engine`, or what names it and has no answer yet, whichever is more",
+    "prefill leg, and what goes whole": "by the seconds of computing and loading that it saves",
+    "decode leg of a handoff": "only where the transfer that it saves takes that long, too",
+    "else": "the mean of what its engines hold is expected, and not held against the worker (`cached_by`: `ranks`)",
+    "its number": "its place among the engines of the server, from 0, also where their ranks begin elsewhere",
+    "retries": "another worker gets none, or one of its own",
+    "a client's own header": "is removed",
+    "`/v1/responses`": "names none: vLLM 0.32 does not read the header there",
+    "`handoff.connector: nixl_push` or `llmd_sidecar`; `epp.fallback_endpoints`": "none is named: one engine is configured, or "
+    "somebody else makes or takes a leg, for whom the number means another engine",
+}
+"""Of naming one of several engines behind one address: rows of a table."""
+
 
 def configuration() -> str:
     """Every field of ``baton.yaml``."""
@@ -207,6 +224,14 @@ def requests() -> str:
         "`prefill.tokenise_once`, the prompt's token ids too: in `kv_transfer_params.prompt_token_ids` (chat), or in place of",
         "`prompt` (completions). With `handoff.next_turn`, chat and completions without a stream ask for token ids; what the",
         "client did not ask for is taken out of the answer again.\n",
+        "## Several engines behind one address\n",
+        "`vllm serve --data-parallel-size N` is one worker with N engines, each with a cache of its own. Its own balancing",
+        "takes the engine with the fewest requests, whatever that holds, but where one is named (`X-data-parallel-rank`):\n",
+        "| | |",
+        "|---|---|",
+        *(f"| {what} | {how} |" for what, how in _RANKS.items()),
+        "\nWithout events, what is predicted of a worker is taken for held by all its engines, which is too much: give each",
+        "engine an address of its own then (`--data-parallel-external-lb`, or `--data-parallel-rank` for each).\n",
         "## Whole to one worker\n",
         "What one handoff cannot serve is counted in `baton_whole_requests_total` by reason:\n",
         "| reason | field | APIs |",
