@@ -23,9 +23,13 @@ _HOST_CACHE = 3.0
 of four such workers, of which one or two prefill, have 2 TB."""
 _ROUTERS = 4
 """Gateways of a mesh: one for each zone or node, or as many as an autoscaler finds right."""
-_PRECISE_TRACE, _PRECISE_OFFSET, _PRECISE_REQUESTS, _PRECISE_LOAD = "synthetic", 2890, 1000, 1.1
+_PRECISE_TRACE, _PRECISE_OFFSET, _PRECISE_REQUESTS, _PRECISE_LOAD = "synthetic", 3330, 500, 1.1
 """What caches hold matters where prompts begin alike, and in runs that are long enough for it to be driven out again. Of the
 first requests of the conversation trace 5 % of all tokens have been seen before, whatever is known of it."""
+_PRECISE_LONGEST_TOKENS = 64_000
+"""A tenth of what such a run uses has room for these."""
+_PRECISE_SPEED = 2.0
+"""Several gateways, each of which follows all events, are more work for the machine."""
 _EVENT_BLOCK_TOKENS = 16
 """vllm-router takes no other for prefill workers that publish events."""
 _TRACE_FOLDER = Path(__file__).parent.parent / "traces"
@@ -103,7 +107,11 @@ def parse(arguments: Sequence[str]) -> Options:
         type=int,
         help=f"requests left out before the first (default: {offsets}, and {_PRECISE_OFFSET} with --precise alone)",
     )
-    parser.add_argument("--speed", type=float, default=3.0, help="so many times faster than the engines' profile (default: 3)")
+    parser.add_argument(
+        "--speed",
+        type=float,
+        help=f"so many times faster than the engines' profile (default: 3, and {_PRECISE_SPEED:g} with --precise)",
+    )
     parser.add_argument("--cache-tokens", type=int, default=2_500_000, help="KV cache of a worker (default: 2,500,000)")
     parser.add_argument(
         "--cache-share",
@@ -117,7 +125,11 @@ def parse(arguments: Sequence[str]) -> Options:
         help="KV that the memory of each prefill worker's host keeps, in multiples of its cache (default: 0, and "
         f"{_HOST_CACHE:g} with --precise)",
     )
-    parser.add_argument("--longest", type=int, help="leave out requests with longer prompts, in tokens")
+    parser.add_argument(
+        "--longest",
+        type=int,
+        help=f"leave out requests with longer prompts, in tokens (default: none, and {_PRECISE_LONGEST_TOKENS:,} with --precise)",
+    )
     parser.add_argument("--block-tokens", type=int, help="block size of the engines (default: 128, and 16 with --precise)")
     parser.add_argument(
         "--precise",
@@ -145,6 +157,10 @@ def parse(arguments: Sequence[str]) -> Options:
     if given.precise and given.traces is None and given.requests is None and given.offset is None:
         given.offset = _PRECISE_OFFSET
     given.traces = given.traces or (_PRECISE_TRACE if given.precise else ",".join(TRACES))
+    if given.speed is None:
+        given.speed = _PRECISE_SPEED if given.precise else 3.0
+    if given.precise and given.longest is None:
+        given.longest = _PRECISE_LONGEST_TOKENS
     if given.requests is None:
         given.requests = _PRECISE_REQUESTS if given.precise else 250
     if given.routers is None:

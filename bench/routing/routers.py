@@ -73,7 +73,8 @@ class Router:
         looks = self.contestant.index is Index.ORACLE
         filter_ = self._child("filter", oracle if looks else filter_command(config_file))
         await_endpoints(config, filter_)
-        envoy = self._child("envoy", envoy_command(find_envoy(), envoy_file))
+        with starting(Priority.PROXY):
+            envoy = self._child("envoy", envoy_command(find_envoy(), envoy_file))
         wait_ready(filter_, f"http://{_HOST}:{self._admin}/healthz", _START_TIMEOUT_S)
         wait_ready(envoy, f"http://{_HOST}:{self._envoy_admin}/ready", _START_TIMEOUT_S)
 
