@@ -128,7 +128,7 @@ def parse(arguments: Sequence[str]) -> Options:
     parser.add_argument(
         "--longest",
         type=int,
-        help=f"leave out requests with longer prompts, in tokens (default: none, and {_PRECISE_LONGEST_TOKENS:,} with --precise)",
+        help=f"leave out longer prompts than so many tokens (default: none, and {_PRECISE_LONGEST_TOKENS:,} with --precise)",
     )
     parser.add_argument("--block-tokens", type=int, help="block size of the engines (default: 128, and 16 with --precise)")
     parser.add_argument(

@@ -1,8 +1,8 @@
 """Real-time priorities, so that neither other work on the machine nor a prompt being read shows in the gaps between tokens.
 
 Whoever has little to do and must do it in time goes first: the load generator, which looks at the clock; then the engines that
-decode, and Envoy, which passes their tokens on; then what decides; last the engines that prefill, whose steps are long. A router
-that passes tokens on and decides in one process has the place of what decides. Children inherit what their parent had.
+decode, and Envoy, which passes their tokens on; then what decides; last the engines that prefill, whose steps are long. A
+router that passes tokens on and decides in one process has the place of what decides. Children inherit what their parent had.
 """
 
 from __future__ import annotations
