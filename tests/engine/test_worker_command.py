@@ -19,7 +19,7 @@ import zmq
 
 from tests.cases.worker_commands import all_roles, planned
 from tests.engine.system import UP_TIMEOUT_S
-from workers import obsolete
+from workers import host_cache, obsolete
 from workers.lmcache import connector
 from workers.ready import free_ports
 from workers.spec import Command
@@ -46,11 +46,12 @@ _EVERYTHING: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def commands() -> list[tuple[str, Command]]:
-    """Every profile's, and one with a cache server."""
+    """Every profile's, one with host memory behind the GPU cache, and one with a cache server."""
     made = [(f"{name}:{role}", planned(name, role).command) for name, role in all_roles()]
     whole = planned(*_PLAIN, **_EVERYTHING)
+    hosted = planned(*_PLAIN, host_cache_gib=64.0)
     cached = planned(*_PLAIN, cache_server="10.0.0.9:5555")
-    return [*made, ("everything", whole.command), ("cache server", cached.command)]
+    return [*made, ("everything", whole.command), ("host cache", hosted.command), ("cache server", cached.command)]
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +128,13 @@ def test_a_cache_servers_connector_is_one_that_vllm_has(judged: dict[str, Any]) 
     assert connector("10.0.0.9:5555")["kv_connector"] in judged["connectors"]
     children = judged["commands"][-1]["kv_transfer_config"]["kv_connector_extra_config"]["connectors"]
     assert [child["kv_connector"] for child in children] == ["NixlConnector", "LMCacheMPConnector"]
+
+
+def test_host_memory_behind_the_gpu_cache_is_a_connector_that_vllm_has(judged: dict[str, Any]) -> None:
+    assert host_cache.CONNECTOR in judged["connectors"]
+    children = judged["commands"][-2]["kv_transfer_config"]["kv_connector_extra_config"]["connectors"]
+    assert [child["kv_connector"] for child in children] == ["NixlConnector", "OffloadingConnector"]
+    assert {"--kv-offloading-size", "--kv-offloading-backend"} <= set(judged["flags"]), "which would replace NIXL"
 
 
 @dataclasses.dataclass(frozen=True)
