@@ -19,7 +19,7 @@ SHARDS = 256
 LOW = SHARDS - 1
 TIERS = 4
 
-_OLD_BLOCKS = 64
+OLD_BLOCKS = 64
 """Where there is no room left, so many of the oldest go."""
 
 _TIDIED = 2000
@@ -59,6 +59,8 @@ class Store:
         """For each tier: the sum of these. A tier that nobody uses need not be looked at."""
         self.repeats: dict[int, dict[int, int]] = {}
         """Number -> own key and tier -> how many more blocks of equal content it has there than one: each goes by itself."""
+        self.repeated = 0
+        """How many such there are, of all."""
         self.blocks = 0
         """Different blocks in the masks, in whatever tiers."""
         self.names = 0
@@ -68,6 +70,8 @@ class Store:
         self._holders: dict[int, Holder] = {}
         self._left: list[dict[int, int]] = []
         """Names of holders that are gone."""
+        self._left_repeats: list[dict[int, int]] = []
+        """And what they held more than once."""
         self._dead = 0
         """Numbers that are given back, and whose bits may still be in the masks."""
         self._sweeping = 0
@@ -95,29 +99,32 @@ class Store:
         del self._holders[number]
         for tier, counts in enumerate(self.counts):
             self.totals[tier] -= counts.pop(number, 0)
-        self.repeats.pop(number, None)
+        repeats = self.repeats.pop(number, None)
+        if repeats:
+            self._left_repeats.append(repeats)
         self._left.append(holder.names)
 
     @property
     def untidy(self) -> bool:
         """Whether :meth:`tidy` has work."""
-        return bool(self._dead or self._left)
+        return bool(self._dead or self._left or self._left_repeats)
 
-    def tidy(self) -> None:
-        """Take some of what nobody holds any more out: below a millisecond. Call it until nothing is :attr:`untidy`."""
+    def tidy(self) -> int:
+        """Take some of what nobody holds any more out: below a millisecond. Call it until nothing is :attr:`untidy`. How many
+        entries were looked at.
+        """
+        looked = 0
         if self._left:
-            self._tidy_names(self._left[-1])
+            looked = _emptied(self._left)
+            self.names -= looked
+        elif self._left_repeats:
+            looked = _emptied(self._left_repeats)
+            self.repeated -= looked
         elif self._dead:
-            self._tidy_masks()
+            looked = self._tidy_masks()
+        return looked
 
-    def _tidy_names(self, names: dict[int, int]) -> None:
-        for _ in range(min(_TIDIED, len(names))):
-            names.popitem()
-            self.names -= 1
-        if not names:
-            self._left.pop()
-
-    def _tidy_masks(self) -> None:
+    def _tidy_masks(self) -> int:
         rest = self._rest
         if not self._cursor and not rest:
             self._sweeping = self._dead
@@ -125,7 +132,8 @@ class Store:
         dead, shard = self._sweeping, self.masks[tier][place]
         if not rest:
             rest += shard
-        for key in rest[-_TIDIED:]:
+        some = rest[-_TIDIED:]
+        for key in some:
             mask = shard.get(key, 0)
             if mask & dead:
                 self._set(shard, key, mask & ~dead, tier)
@@ -135,6 +143,7 @@ class Store:
         if self._cursor == TIERS * SHARDS:
             self._cursor = 0
             self._dead &= ~dead
+        return len(some)
 
     # -- blocks ------------------------------------------------------------------------------------------------------------
 
@@ -166,7 +175,9 @@ class Store:
         elif mask & bit:
             repeats = self.repeats.setdefault(holder.number, {})
             again = key * TIERS + tier
-            repeats[again] = repeats.get(again, 0) + 1
+            before = repeats.get(again, 0)
+            repeats[again] = before + 1
+            self.repeated += not before
             return False
         else:
             shard[key] = mask | bit
@@ -216,16 +227,16 @@ class Store:
             self.totals[tier] -= gone
         return unknown
 
-    @staticmethod
-    def _one_less(repeats: dict[int, int], again: int) -> bool:
+    def _one_less(self, repeats: dict[int, int], again: int) -> bool:
         more = repeats.get(again, 0)
         if more > 1:
             repeats[again] = more - 1
         elif more:
             del repeats[again]
+            self.repeated -= 1
         return more > 0
 
-    def forget(self, key: int, number: int) -> int:
+    def _forget(self, key: int, number: int) -> int:
         """The holder does not hold the block in any tier, however often it was stored. How many tiers it was in."""
         found = 0
         for tier, counts in enumerate(self.counts):
@@ -237,16 +248,31 @@ class Store:
         """Whether it does."""
         return bool(self.masks[tier][key & LOW].get(key, 0) & 1 << number)
 
-    def make_room(self) -> int:
-        """Who has most blocks loses the oldest of them: how many entries went."""
-        holder = max(self._holders.values(), key=_names, default=None)
-        if holder is None:
-            return 0
+    def make_room(self, holder: Holder) -> int:
+        """A holder loses the oldest of its blocks: how many entries went."""
         gone, names = 0, holder.names
-        for name in list(islice(names, _OLD_BLOCKS)):
-            gone += self.forget(names.pop(name), holder.number)
+        for name in list(islice(names, OLD_BLOCKS)):
+            gone += self._forget(names.pop(name), holder.number)
             self.names -= 1
         return gone
+
+    def emptying(self, holder: Holder, tier: int) -> Iterator[None]:
+        """A holder holds nothing in a tier any more; with stops for breath. It must not leave before the next piece is asked
+        for.
+        """
+        names, number = holder.names, holder.number
+        rest = list(names)
+        while rest:
+            for name in rest[-OLD_BLOCKS:]:
+                key = names.get(name)
+                if key is None:
+                    continue
+                self._unset(key, number, tier)
+                if not any(self.holds(key, number, other) for other in range(TIERS)):
+                    del names[name]
+                    self.names -= 1
+            del rest[-OLD_BLOCKS:]
+            yield
 
     def _unset(self, key: int, number: int, tier: int) -> bool:
         shard, bit = self.masks[tier][key & LOW], 1 << number
@@ -269,12 +295,19 @@ class Store:
 
     def _once(self, key: int, number: int, tier: int) -> None:
         repeats = self.repeats.get(number)
-        if repeats:
-            repeats.pop(key * TIERS + tier, None)
+        if repeats and repeats.pop(key * TIERS + tier, 0):
+            self.repeated -= 1
 
 
-def _names(holder: Holder) -> int:
-    return len(holder.names)
+def _emptied(left: list[dict[int, int]]) -> int:
+    """Take a piece out of the last; how many entries."""
+    entries = left[-1]
+    count = min(_TIDIED, len(entries))
+    for _ in range(count):
+        entries.popitem()
+    if not entries:
+        left.pop()
+    return count
 
 
 def bits(mask: int) -> Iterator[int]:

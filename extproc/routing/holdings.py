@@ -11,49 +11,35 @@ What a lookup says follows from how vLLM finds a cached prefix (v1/core/kv_cache
 
 from __future__ import annotations
 
-import enum
-from array import array
-from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from extproc.routing.block_store import LOW, TIERS, Holder, Store, bits
-from extproc.routing.stored_blocks import Seen, Stored, StoredBlocks, entering
+from extproc.routing.block_store import OLD_BLOCKS, Store
+from extproc.routing.engine_holdings import GroupHolder, Source, Tier
+from extproc.routing.leading import leading
+from extproc.routing.stored_blocks import Seen
 from extproc.routing.token_chain import TokenChain, seed_of
 
+__all__ = ["BLOCK_BYTES", "Held", "Holdings", "Source", "Tier"]
+
 BLOCK_BYTES = 190
-"""What a block takes, whoever holds it: measured with bench.kv_events."""
+"""What a block takes with its name: measured with bench.kv_events. Half of that is the name, of which each holder has one."""
 
-_DECIDING = frozenset({None, "full_attention", "mla_attention", "sink_full_attention", "unknown"})
-"""`kv_cache_spec_kind` of groups whose blocks must all be there."""
+_KEYS_A_TOKEN = 1 / 4
+"""All block sizes together may take so many keys of every token of a prompt, or another size is not followed: for each, 0.25 µs
+of every prompt. That is room for all powers of two from 8 on."""
 
-_KNOWN_SHARE = 0.95
-"""An engine whose cache is known to such a share counts as known: late starts end so, see docs/kv-events.md."""
+_KEYS_A_TOKEN_OF_ONE = 1 / 8
+"""Likewise, the sizes of one endpoint."""
 
-_FALLEN_BLOCKS = 200
-"""Of the blocks that left an engine's host memory, so many of the last tell how well it is known. An assumption: enough that a
-few that were not known do not matter."""
+_MOST_SEEDS = 1_000
+_LONGEST_NAME = 256
+"""Characters of an adapter's name; one that is longer is not remembered."""
 
-_NOTED = -1
-"""In place of a group: what others say of an endpoint."""
+_LOOKED = 4_000
+"""Entries that are looked at, for some that nobody holds any more, before somebody loses his: half a millisecond."""
 
-
-class Tier(enum.Enum):
-    """Where blocks are, fastest first."""
-
-    GPU = "gpu"
-    CPU = "cpu"
-    DISK = "disk"
-    LMCACHE = "lmcache"
-
-    @property
-    def number(self) -> int:
-        """From 0, fastest first."""
-        return _NUMBER[self]
-
-
-_NUMBER = {tier: number for number, tier in enumerate(Tier)}
-_TIERS = tuple(Tier)
-_HOST = Tier.CPU.number
+_ROUNDS = 16
+"""Who loses its oldest blocks loses at most the 16th part of them, before it is looked who has most."""
 
 
 class Held(NamedTuple):
@@ -74,143 +60,13 @@ class Held(NamedTuple):
         return self.gpu + self.cpu + self.disk + self.lmcache
 
 
-class _Holder(Holder):
-    """One cache group of one engine, in the store of its block size."""
-
-    __slots__ = ("group", "source")
-
-    def __init__(self, source: Source, group: int, store: Store) -> None:
-        super().__init__(store)
-        self.source, self.group = source, group
-
-
-class Source:
-    """One engine that tells what it holds: a data-parallel rank of an endpoint. Only :meth:`Holdings.source` makes it."""
-
-    def __init__(self, owner: Holdings, address: str, rank: int) -> None:
-        self._owner = owner
-        self.address, self.rank = address, rank
-        self.complete = False
-        """All that it holds is known: every event since it was started or cleared has been seen."""
-        self.suspect = False
-        """It may have been started anew: until that is settled, nothing is known of it."""
-        self._holders: dict[int, _Holder] = {}
-        self._others: set[int] = set()
-        self._fallen = 0
-        self._fallen_known = 1.0
-
-    def stored(
-        self,
-        hashes: Sequence[int | bytes],
-        parent: int | bytes | None,
-        token_ids: list[int],
-        block_tokens: int,
-        lora: str | None = None,
-        extra_keys: Sequence[Sequence[Any] | None] | None = None,
-        tier: int = 0,
-        group: int = 0,
-        kind: str | None = None,
-    ) -> None:
-        """Consecutive blocks entered a tier; ``parent`` is the engine's hash of the block before them, None: they begin a
-        prompt. See :meth:`entering`.
-        """
-        for _ in self.entering((Stored(hashes, parent, token_ids, block_tokens, lora, extra_keys, group, kind),), tier):
-            pass
-
-    def entering(self, events: Iterable[StoredBlocks], tier: int) -> Iterator[int]:
-        """Enter what events say into a tier, with stops for breath; see :func:`entering`."""
-        return entering(self._owner, self._holder_for, events, tier)
-
-    def removed(self, hashes: Collection[int | bytes], tier: int = 0, group: int = 0) -> None:
-        """Blocks left a tier."""
-        holder = self._holders.get(group)
-        seen = self._owner.seen
-        if holder is None and group in self._others:
-            seen.other_groups += len(hashes)
-            return
-        unknown = len(hashes) if holder is None else holder.store.remove(holder, hashes, tier)
-        seen.unknown_removed += unknown
-        if tier == _HOST and hashes:
-            self._fallen += len(hashes)
-            weight = min(1.0, len(hashes) / _FALLEN_BLOCKS)
-            self._fallen_known += weight * (1.0 - unknown / len(hashes) - self._fallen_known)
-
-    def cleared(self) -> None:
-        """It holds nothing: it was started anew or its cache was emptied. From now on all that it holds is known.
-
-        vLLM says so too where only the GPU cache was emptied and its host memory was not (``/reset_prefix_cache`` without
-        ``reset_external``). What is left there is not known then, which :attr:`in_step` finds out when it goes.
-        """
-        self._forget()
-        self.complete, self.suspect = True, False
-
-    def lost(self) -> int:
-        """Events were missed: nothing of what was known can be relied on. How many entries went."""
-        self.complete = self.suspect = False
-        return self._forget()
-
-    def _forget(self) -> int:
-        self._fallen, self._fallen_known = 0, 1.0
-        return self._owner.empty(self)
-
-    @property
-    def known_share(self) -> float:
-        """Of its GPU cache, how much is known; 0 where the size of the cache is not known."""
-        capacity = self._owner.capacity(self.address)
-        return self.gpu_tokens / capacity if capacity else 0.0
-
-    @property
-    def gpu_tokens(self) -> int:
-        """Tokens of the blocks that it holds on the GPU, the least of its deciding groups."""
-        return min((each.store.counts[0][each.number] * each.store.block_tokens for each in self.holders()), default=0)
-
-    @property
-    def in_step(self) -> bool:
-        """Whether what is known of it can be relied on to be all."""
-        if self.suspect or (self._others and not self._holders) or self._fallen_known < _KNOWN_SHARE:
-            return False
-        if self.complete:
-            return True
-        # What its host memory holds since before we listened shows only when it goes, which is in the order of last use.
-        if self._fallen < _FALLEN_BLOCKS and any(each.store.counts[_HOST][each.number] for each in self.holders()):
-            return False
-        return self.known_share >= _KNOWN_SHARE
-
-    def holders(self) -> list[_Holder]:
-        """Its deciding groups."""
-        return [each for group, each in self._holders.items() if group != _NOTED]
-
-    def blocks(self, tier: Tier) -> int:
-        """How many it holds there, of its deciding groups and of what others say."""
-        return sum(each.store.counts[tier.number][each.number] for each in self._holders.values())
-
-    def _holder_for(self, group: int, kind: str | None, block_tokens: int) -> _Holder | None:
-        """None: what is said of the group does not count."""
-        holder = self._holders.get(group)
-        if holder is None or (block_tokens != holder.store.block_tokens and block_tokens):
-            return self._decide(group, kind, block_tokens)
-        return holder if kind in _DECIDING else None
-
-    def _decide(self, group: int, kind: str | None, block_tokens: int) -> _Holder | None:
-        """The holder of a group that was not heard of before; None: it does not count."""
-        if kind not in _DECIDING:
-            self._others.add(group)
-            return None
-        if group in self._others or group in self._holders or block_tokens < 1 or len(self._holders) >= _MOST_GROUPS:
-            return None
-        return self._owner.enter(self, self._holders, group, block_tokens)
-
-
-_MOST_GROUPS = 16
-"""Deciding groups of one engine; vLLM has one, or a few of equal size."""
-
-
 class Holdings:
     """What all endpoints hold. Lookups and changes are from one thread, and neither waits for anything."""
 
     def __init__(self, max_blocks: int) -> None:
-        """``max_blocks``: so many different blocks are kept, at 190 bytes each; who has most of them then loses those that it
-        stored least recently. One that several hold takes half as much again for each. Raises ValueError below 1.
+        """``max_blocks``: so many different blocks are kept, at 190 bytes each; the endpoint with most of them then loses those
+        that it stored least recently. One that several hold takes half as much again for each, and so does one that an engine
+        stored several times. Raises ValueError below 1.
         """
         if max_blocks < 1:
             raise ValueError(f"max_blocks must be at least 1, not {max_blocks}")
@@ -220,41 +76,32 @@ class Holdings:
         self.seen = Seen()
         self._stores: dict[int, Store] = {}
         self._sources: dict[str, dict[int, Source]] = {}
-        self._by_number: dict[tuple[int, int], _Holder] = {}
+        self._by_number: dict[tuple[int, int], GroupHolder] = {}
         self._capacity: dict[str, int] = {}
         self._seeds: dict[str | None, int] = {}
+        self._loser: GroupHolder | None = None
+        self._rounds = 0
+        """So many more times it is that one."""
 
     # -- questions ---------------------------------------------------------------------------------------------------------
 
     def lookup(self, chain: TokenChain) -> dict[str, Held]:
         """Address -> leading tokens that it holds, for all that hold some. One that is not in step may hold more."""
         per_source: dict[Source, list[Held]] = {}
-        noted: list[tuple[Source, Held]] = []
         for store in self._stores.values():
             if not store.alive:
                 continue
             size = store.block_tokens
-            for number, counts in _walk(store, chain.keys(size)).items():
-                holder = self._by_number[size, number]
-                gpu, cpu, disk, lmcache = counts
-                held = Held(gpu * size, cpu * size, disk * size, lmcache * size, holder.source.rank)
-                if holder.group == _NOTED:
-                    noted.append((holder.source, held))
-                elif not holder.source.suspect:
-                    per_source.setdefault(holder.source, []).append(held)
+            for number, (gpu, cpu, disk, lmcache) in leading(store, chain.keys(size)).items():
+                source = self._by_number[size, number].source
+                if not source.suspect:
+                    held = Held(gpu * size, cpu * size, disk * size, lmcache * size, source.rank)
+                    per_source.setdefault(source, []).append(held)
         found: dict[str, Held] = {}
-        best: dict[Source, Held] = {}
         for source, several in per_source.items():
-            if len(several) == len(source.holders()):
-                best[source] = min(several, key=_total)
-        for source, held in noted:
-            own = best.get(source)
-            if own is None:
-                best[source] = held
-            elif held.tokens > own.tokens:
-                more = held.tokens - own.tokens
-                best[source] = own._replace(lmcache=own.lmcache + more)
-        for source, held in best.items():
+            if len(several) < len(source.groups):
+                continue
+            held = min(several, key=_total)
             other = found.get(source.address)
             if other is not None:
                 held, other = (held, other) if _total(held) > _total(other) else (other, held)
@@ -269,9 +116,9 @@ class Holdings:
     def holds(self, address: str, key: int, block_tokens: int) -> bool:
         """Whether an engine of an endpoint says that it holds this block, in any tier."""
         return any(
-            each.store.block_tokens == block_tokens and any(each.store.holds(key, each.number, tier.number) for tier in _TIERS)
+            each.store.block_tokens == block_tokens and any(each.store.holds(key, each.number, tier.number) for tier in Tier)
             for source in self.sources(address)
-            for each in source.holders()
+            for each in source.groups.values()
         )
 
     def in_step(self, address: str) -> bool:
@@ -281,11 +128,11 @@ class Holdings:
 
     def block_sizes(self) -> tuple[int, ...]:
         """Tokens of a block, of all endpoints: what a chain will be asked for."""
-        return tuple(self._stores)
+        return tuple([size for size, store in self._stores.items() if store.alive])
 
     def block_tokens(self, address: str) -> int | None:
         """Tokens of an endpoint's block; None: not known. The largest, if it has groups of several sizes."""
-        sizes = [each.store.block_tokens for source in self.sources(address) for each in source.holders()]
+        sizes = [each.store.block_tokens for source in self.sources(address) for each in source.groups.values()]
         return max(sizes, default=None)
 
     @property
@@ -337,37 +184,6 @@ class Holdings:
             found = ranks[rank] = Source(self, address, rank)
         return found
 
-    def note(self, address: str, tier: Tier, chain: TokenChain, tokens: int, block_tokens: int = 256) -> None:
-        """Somebody else, e.g. a directory of LMCache, says that an endpoint gets the first ``tokens`` of a chain from a tier,
-        in chunks of ``block_tokens``. It stands until :meth:`correct`, :meth:`drop`, or newer blocks take its place.
-        """
-        source = self.source(address)
-        if block_tokens < 1:
-            raise ValueError(f"block_tokens must be at least 1, not {block_tokens}")
-        holder = source._holders.get(_NOTED)
-        if holder is not None and holder.store.block_tokens != block_tokens:
-            self._leave(holder)
-            holder = None
-        if holder is None:
-            holder = self.enter(source, source._holders, _NOTED, block_tokens)
-        store = holder.store
-        for key in chain.keys(block_tokens)[: max(0, tokens) // block_tokens]:
-            if store.holds(key, holder.number, tier.number):
-                continue
-            self.room()
-            store.add(holder, key, key, tier.number)
-
-    def correct(self, address: str, chain: TokenChain, tokens: int) -> int:
-        """The engine found only the first ``tokens`` of a chain: forget the rest of it there. How many blocks went."""
-        gone = 0
-        for source in self.sources(address):
-            for holder in source._holders.values():
-                size = holder.store.block_tokens
-                for key in chain.keys(size)[max(0, tokens) // size :]:
-                    gone += holder.store.forget(key, holder.number)
-        self.seen.corrected += gone
-        return gone
-
     def set_capacity(self, address: str, tokens: int) -> None:
         """Tokens that the GPU cache of each engine of an endpoint holds; see ``in_step``."""
         self._capacity[address] = tokens
@@ -392,14 +208,15 @@ class Holdings:
         """Whether :meth:`tidy` has work: after an endpoint's holdings went, for the memory that they took."""
         return any(store.untidy for store in self._stores.values())
 
-    def tidy(self) -> None:
-        """A piece of that work, of less than a millisecond."""
+    def tidy(self) -> int:
+        """A piece of that work, of less than a millisecond. How many entries were looked at."""
         for size, store in self._stores.items():
             if store.untidy:
-                store.tidy()
+                looked = store.tidy()
                 if not store.untidy and not store.alive and not store.blocks:
                     del self._stores[size]
-                return
+                return looked
+        return 0
 
     # -- for Source --------------------------------------------------------------------------------------------------------
 
@@ -407,115 +224,75 @@ class Holdings:
         """:func:`seed_of`, remembered."""
         found = self._seeds.get(lora)
         if found is None:
-            if len(self._seeds) > _MOST_SEEDS:
-                self._seeds.clear()
-            found = self._seeds[lora] = seed_of(lora)
+            found = seed_of(lora)
+            if lora is None or len(lora) <= _LONGEST_NAME:
+                if len(self._seeds) >= _MOST_SEEDS:
+                    self._seeds.clear()
+                self._seeds[lora] = found
         return found
 
-    def enter(self, source: Source, holders: dict[int, _Holder], group: int, block_tokens: int) -> _Holder:
-        """A group of an engine gets its place."""
+    def enter(self, source: Source, group: int, block_tokens: int) -> GroupHolder | None:
+        """A group of an engine gets its place. None: with blocks of that size every prompt would cost too much."""
         store = self._stores.get(block_tokens)
+        if store is None or not store.alive:
+            own = {each.store.block_tokens for rank in self.sources(source.address) for each in rank.groups.values()}
+            if _keys_a_token(block_tokens, *own) > _KEYS_A_TOKEN_OF_ONE:
+                return None
+            if _keys_a_token(block_tokens, *self.block_sizes()) > _KEYS_A_TOKEN:
+                return None
         if store is None:
             store = self._stores[block_tokens] = Store(block_tokens)
-        holder = holders[group] = _Holder(source, group, store)
+        holder = GroupHolder(source, group, store)
         self._by_number[block_tokens, holder.number] = holder
         return holder
 
-    def empty(self, source: Source) -> int:
-        """The engine holds nothing; how many entries that were."""
-        gone = sum(source.blocks(tier) for tier in Tier)
-        for holder in list(source._holders.values()):
-            self._leave(holder)
-        source._holders.clear()
-        source._others.clear()
-        return gone
-
-    def room(self) -> int:
-        """For so many new blocks there is room, at least one: of the size of which there are most, the oldest go if there was
-        none.
-        """
-        room = self.max_blocks - (self._entries() + 1) // 2
-        if room < 1:
-            self.evictions += max(self._stores.values(), key=_entries_of).make_room()
-            room = max(1, self.max_blocks - (self._entries() + 1) // 2)
-        return room
-
-    def _entries(self) -> int:
-        """Blocks and names of blocks: about as large as each other."""
-        return sum([store.blocks + store.names for store in self._stores.values()])
-
-    def _leave(self, holder: _Holder) -> None:
+    def leave(self, holder: GroupHolder) -> None:
+        """A group of an engine has no place any more."""
         del self._by_number[holder.store.block_tokens, holder.number]
         holder.store.leave(holder)
 
+    def room(self) -> int:
+        """For so many new blocks there is room, at least one: if there was none, the endpoint with most loses its oldest. What
+        nobody holds any more goes first.
+        """
+        room = self.max_blocks - (self._entries() + 1) // 2
+        looked = 0
+        while room < 1 and looked < _LOOKED and self.untidy:
+            looked += self.tidy() + 1
+            room = self.max_blocks - (self._entries() + 1) // 2
+        if room < 1:
+            self.evictions += self._make_room()
+            room = max(1, self.max_blocks - (self._entries() + 1) // 2)
+        return room
 
-_MOST_SEEDS = 10_000
+    def _make_room(self) -> int:
+        """How many entries went. Endpoints are compared, not engines or groups, of which a worker may have many."""
+        loser = self._loser
+        self._rounds -= 1
+        if loser is None or self._rounds < 0 or loser.source.groups.get(loser.group) is not loser:
+            most = max(self._sources.values(), key=_names_of_endpoint, default={})
+            loser = max((each for rank in most.values() for each in rank.groups.values()), key=_names, default=None)
+            if loser is None:
+                return 0
+            self._loser, self._rounds = loser, len(loser.names) // (OLD_BLOCKS * _ROUNDS)
+        return loser.store.make_room(loser)
+
+    def _entries(self) -> int:
+        """Blocks, names of blocks, and what is held more than once: about as large as each other."""
+        return sum([store.blocks + store.names + store.repeated for store in self._stores.values()])
 
 
-def _entries_of(store: Store) -> int:
-    return store.blocks + store.names
+def _keys_a_token(*sizes: int) -> float:
+    return sum([1 / size for size in set(sizes)])
+
+
+def _names(holder: GroupHolder) -> int:
+    return len(holder.names)
+
+
+def _names_of_endpoint(ranks: dict[int, Source]) -> int:
+    return sum([each.names for each in ranks.values()])
 
 
 def _total(held: Held) -> tuple[int, int, int]:
     return held.tokens, held.gpu, -held.rank
-
-
-def _walk(store: Store, keys: array[int]) -> dict[int, list[int]]:
-    """Number of a holder -> leading blocks by tier, for all that hold the first block somewhere."""
-    found: dict[int, list[int]] = {}
-    slower = [tier for tier in range(1, TIERS) if store.totals[tier]]
-    gpu, masks = store.alive, store.masks[0]
-    at = 0
-    if not slower:
-        for key in keys:
-            now = masks[key & LOW].get(key, 0) & gpu
-            if now != gpu:
-                if at:
-                    for number in bits(gpu ^ now):
-                        found[number] = [at, 0, 0, 0]
-                if not now:
-                    return found
-                gpu = now
-            at += 1
-        if at:
-            for number in bits(gpu):
-                found[number] = [at, 0, 0, 0]
-        return found
-    tiers = [(tier, store.masks[tier]) for tier in slower]
-    # Who has left the GPU's part, and where it stands in the slower ones: each block counts in the fastest.
-    behind = 0
-    since: dict[int, int] = {}
-    before: list[int] = [0] * TIERS
-    for key in keys:
-        place = key & LOW
-        now = masks[place].get(key, 0) & gpu
-        if now != gpu:
-            left = gpu ^ now
-            behind |= left
-            gpu = now
-            if at:
-                for number in bits(left):
-                    found[number] = [at, 0, 0, 0]
-        if behind:
-            rest = behind
-            for tier, shards in tiers:
-                here = shards[place].get(key, 0) & rest
-                rest ^= here
-                if here != before[tier]:
-                    for number in bits(before[tier] & ~here):
-                        found[number][tier] += at - since.pop(number * TIERS + tier)
-                    for number in bits(here & ~before[tier]):
-                        found.setdefault(number, [0, 0, 0, 0])
-                        since[number * TIERS + tier] = at
-                    before[tier] = here
-            behind ^= rest
-        if not gpu and not behind:
-            break
-        at += 1
-    for number in bits(gpu):
-        if at:
-            found[number] = [at, 0, 0, 0]
-    for tier in slower:
-        for number in bits(before[tier]):
-            found[number][tier] += at - since.pop(number * TIERS + tier)
-    return found

@@ -7,7 +7,7 @@ nothing beside them. So those are taken together, some hundred blocks at a time.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import xxhash
@@ -17,6 +17,9 @@ from extproc.routing.token_chain import KEY_MASK, TOKEN_BYTES, extra_bytes
 
 PIECE_BLOCKS = 256
 """So many blocks are entered at a time: half a millisecond."""
+
+_BREATH = 1023
+"""After so many events there is a stop."""
 
 _NONE = -2
 """In holder of a group: whatever comes next is another one."""
@@ -79,7 +82,7 @@ class Stored(NamedTuple):
 class Seen:
     """What came in events and does not stand in the holdings, counted since the start."""
 
-    __slots__ = ("corrected", "orphans", "other_groups", "unknown_removed")
+    __slots__ = ("orphans", "other_groups", "unknown_removed")
 
     def __init__(self) -> None:
         self.orphans = 0
@@ -88,31 +91,41 @@ class Seen:
         """Blocks removed that were not known to be there."""
         self.other_groups = 0
         """Blocks of groups that do not decide, and of other sizes than their group's."""
-        self.corrected = 0
-        """Blocks forgotten because the engine did not find them."""
 
 
-def parents_first(events: Sequence[StoredBlocks]) -> Sequence[StoredBlocks]:
-    """The same events, each behind the one that has its parent, if one of them has.
+def ordering(events: Sequence[StoredBlocks]) -> Generator[None, None, Sequence[StoredBlocks]]:
+    """The same events, each behind the one that has its parent, if one of them has; with stops for breath.
 
     vLLM's tier in host memory tells of the blocks of one copy in any order (``offloading/scheduler.py`` keeps their keys in a
     set), and the GPU may have dropped its own by then, so that nothing else says what a parent is.
     """
     if len(events) < 2:
         return events
-    where = {name: at for at, event in enumerate(events) for name in event.block_hashes}
-    if all(e.parent_block_hash is None or where.get(e.parent_block_hash, -1) < at for at, e in enumerate(events)):
+    where: dict[int | bytes, int] = {}
+    awaited: set[int | bytes] = set()
+    in_order = True
+    for at, event in enumerate(events):
+        if at & _BREATH == _BREATH:
+            yield
+        if event.parent_block_hash is not None and event.parent_block_hash not in where:
+            awaited.add(event.parent_block_hash)
+        for name in event.block_hashes:
+            where[name] = at
+            in_order = in_order and name not in awaited
+    if in_order:
         return events
     placed = bytearray(len(events))
     ordered: list[StoredBlocks] = []
     for start in range(len(events)):
+        if start & _BREATH == _BREATH:
+            yield
         chain: list[StoredBlocks] = []
-        at: int | None = start
-        while at is not None and not placed[at]:
-            placed[at] = 1
-            chain.append(events[at])
-            parent = events[at].parent_block_hash
-            at = None if parent is None else where.get(parent)
+        found: int | None = start
+        while found is not None and not placed[found]:
+            placed[found] = 1
+            chain.append(events[found])
+            parent = events[found].parent_block_hash
+            found = None if parent is None else where.get(parent)
         ordered += reversed(chain)
     return ordered
 

@@ -300,31 +300,6 @@ def test_dropped_endpoints_leave_nothing_and_their_numbers_are_used_again() -> N
     assert (holdings.blocks, holdings.block_sizes()) == (0, ())
 
 
-def test_what_others_say_counts_where_it_reaches_further() -> None:
-    holdings = Holdings(1000)
-    ids = _ids(64)
-    _store(holdings, "a", ids[: 10 * BLOCK])
-    holdings.note("a", Tier.LMCACHE, _chain(ids), 700)
-    holdings.note("b", Tier.LMCACHE, _chain(ids), 256)
-    holdings.note("c", Tier.LMCACHE, _chain(ids), 255)
-    assert holdings.lookup(_chain(ids)) == {"a": Held(160, lmcache=512 - 160), "b": Held(0, lmcache=256)}
-    assert holdings.correct("b", _chain(ids), 0) == 1
-    assert "b" not in holdings.lookup(_chain(ids))
-
-
-def test_a_correction_forgets_the_rest_of_a_prompt_at_one_endpoint() -> None:
-    holdings = Holdings(1000)
-    ids = _ids(6)
-    hashes = _store(holdings, "a", ids)
-    _store(holdings, "a", ids)
-    _store(holdings, "b", ids)
-    assert holdings.correct("a", _chain(ids), 2 * BLOCK) == 4
-    assert holdings.lookup(_chain(ids)) == {"a": Held(2 * BLOCK), "b": Held(6 * BLOCK)}
-    holdings.source("a").stored(hashes[2:], hashes[1], ids[2 * BLOCK :], BLOCK)
-    holdings.source("a").removed(hashes[2:])
-    assert holdings.lookup(_chain(ids))["a"] == Held(2 * BLOCK), "stored once again, removed once"
-
-
 def test_any_order_of_events_ends_at_what_the_caches_hold() -> None:
     """Random caches with prompts that share beginnings, against sets that are kept beside."""
     draw = random.Random(7)
@@ -361,7 +336,7 @@ def test_any_order_of_events_ends_at_what_the_caches_hold() -> None:
 
 @pytest.mark.parametrize("own_names", [False, True])
 def test_what_is_counted_is_what_there_is(own_names: bool) -> None:
-    """Whether engines call equal blocks the same or not, with tiers, repeats, corrections, and engines that come and go."""
+    """Whether engines call equal blocks the same or not, with tiers, repeats, emptied caches, and engines that come and go."""
     draw = random.Random(11)
     holdings = Holdings(10_000)
     prompts = [_ids(3, seed) + _ids(4, 100 * seed + tail) for seed in range(3) for tail in range(4)]
@@ -378,7 +353,8 @@ def test_what_is_counted_is_what_there_is(own_names: bool) -> None:
         elif what < 0.97:
             source.removed(hashes[end:], tier=tier)
         elif what < 0.98:
-            holdings.correct(address, _chain(ids), end * BLOCK)
+            for _ in source.emptying(everywhere=draw.random() < 0.3):
+                pass
         else:
             holdings.drop(address)
         if step % 5 == 0 and holdings.untidy:
@@ -389,6 +365,7 @@ def test_what_is_counted_is_what_there_is(own_names: bool) -> None:
                 assert store.blocks == len(keys)
                 named = [*(each.names for each in store._holders.values()), *store._left]
                 assert store.names == sum(map(len, named))
+                assert store.repeated == sum(map(len, [*store.repeats.values(), *store._left_repeats]))
                 for tier in range(2):
                     for number in store._holders:
                         held = sum(bool(mask & 1 << number) for shard in store.masks[tier] for mask in shard.values())

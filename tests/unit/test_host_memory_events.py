@@ -9,27 +9,31 @@ from array import array
 import msgspec
 import pytest
 
-from extproc.observe.kv_events.decode import BlockRemoved, BlockStored, Decoder, Event
+from extproc.observe.kv_events.decode import Decoder
+from extproc.observe.kv_events.entering import Counts, Entering
+from extproc.observe.kv_events.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from extproc.routing.holdings import Held, Holdings, Source, Tier
-from extproc.routing.stored_blocks import parents_first
+from extproc.routing.stored_blocks import StoredBlocks, ordering
 from extproc.routing.token_chain import TokenChain
 
-BLOCK = 4
-CPU = Tier.CPU.number
+BLOCK = 8
 
 
 class Engine:
-    """Makes events as vLLM does, and gives them to the holdings as the follower does."""
+    """Makes events as vLLM does, and gives them to the holdings as they come over the wire."""
 
     def __init__(self, salt: str | None = None) -> None:
         self.holdings = Holdings(10_000)
         self.source: Source = self.holdings.source("a")
         self.source.cleared()
         self.salt = salt
+        self.entering = Entering(self.source, Counts(), lambda: pytest.fail("it was not understood"))
 
     def hashes(self, ids: list[int]) -> list[int]:
-        ends = range(BLOCK, len(ids) + 1, BLOCK)
-        return [random.Random(repr((ids[:end], self.salt))).getrandbits(63) for end in ends]
+        found = [0]
+        for start in range(0, len(ids) - BLOCK + 1, BLOCK):
+            found.append(random.Random(repr((found[-1], ids[start : start + BLOCK], self.salt))).getrandbits(63))
+        return found[1:]
 
     def stored(self, ids: list[int], which: range, medium: str) -> list[Event]:
         """One event a block. Only the GPU's have what a hash covers beside tokens."""
@@ -45,15 +49,9 @@ class Engine:
         return BlockStored([name], None, [], 0, medium="CPU", group_idx=0)
 
     def tell(self, *events: Event) -> None:
-        """As a batch comes over the wire: stores before removals, and the GPU's first."""
-        batch = Decoder().decode(msgspec.msgpack.encode([1.0, events, 0]))
-        for medium, tier in (("GPU", 0), ("CPU", CPU)):
-            told = [each for each in batch.events if isinstance(each, BlockStored) and each.medium == medium]
-            for _ in self.source.entering(parents_first(told), tier):
-                pass
-        for each in batch.events:
-            if isinstance(each, BlockRemoved):
-                self.source.removed(each.block_hashes, CPU if each.medium == "CPU" else 0, each.group_idx or 0)
+        """One batch."""
+        for _ in self.entering.batch(Decoder().decode(msgspec.msgpack.encode([1.0, events, 0])).events):
+            pass
 
     def held(self, ids: list[int]) -> Held | None:
         return self.holdings.lookup(TokenChain(array("I", ids))).get("a")
@@ -62,6 +60,16 @@ class Engine:
 def ids_of(blocks: int, seed: int = 0) -> list[int]:
     draw = random.Random(seed)
     return [draw.randrange(50_000) for _ in range(blocks * BLOCK)]
+
+
+def parents_first(events: list[BlockStored]) -> list[StoredBlocks]:
+    pieces = ordering(events)
+    try:
+        while True:
+            next(pieces)
+    except StopIteration as end:
+        found: list[StoredBlocks] = end.value
+        return found
 
 
 def gone(names: list[int], medium: str) -> BlockRemoved:
@@ -175,3 +183,46 @@ def test_a_late_start_is_not_in_step_before_host_memory_has_shown_what_it_drops(
     names = engine.hashes(ids)
     engine.tell(gone(names[100:], "CPU"))
     assert engine.source.in_step, "200 blocks went, and all were known"
+
+
+def test_emptying_the_gpus_cache_leaves_host_memory_as_it_is_and_in_step() -> None:
+    """vLLM 0.32 says AllBlocksCleared when the GPU's blocks were forgotten; /reset_prefix_cache does not touch host memory."""
+    engine, ids = Engine(), ids_of(600)
+    engine.tell(*engine.stored(ids, range(600), "GPU"))
+    engine.tell(*engine.stored(ids, range(500), "CPU"))
+    engine.tell(AllBlocksCleared())
+    assert engine.held(ids) == Held(0, cpu=500 * BLOCK)
+    assert (engine.source.blocks(Tier.GPU), engine.source.blocks(Tier.CPU)) == (0, 500)
+    assert engine.source.in_step, "all was known, and what is there now is known too"
+    engine.tell(gone(engine.hashes(ids)[400:500], "CPU"))
+    assert engine.held(ids) == Held(0, cpu=400 * BLOCK)
+    assert engine.source.in_step
+
+
+def test_what_one_batch_says_of_host_memory_stands_whether_before_or_behind_the_emptying() -> None:
+    engine, ids, late = Engine(), ids_of(4), ids_of(3, 1)
+    events = [*engine.stored(ids, range(4), "GPU"), *engine.stored(ids, range(4), "CPU"), AllBlocksCleared()]
+    engine.tell(*events, *engine.stored(late, range(3), "GPU"))
+    assert (engine.held(ids), engine.held(late)) == (Held(0, cpu=4 * BLOCK), Held(3 * BLOCK))
+
+
+def test_after_a_late_start_emptying_shows_all_of_the_gpu_and_nothing_of_host_memory() -> None:
+    engine, ids = Engine(), ids_of(300)
+    engine.source.lost()
+    engine.tell(*engine.stored(ids, range(300), "CPU"))
+    engine.tell(AllBlocksCleared())
+    assert not engine.source.in_step, "what else is in host memory nobody has heard"
+    engine.tell(gone(engine.hashes(ids)[100:], "CPU"))
+    assert engine.source.in_step, "200 blocks went, and all were known"
+
+
+def test_once_it_has_proved_wrong_host_memory_is_not_taken_to_outlast_an_emptying() -> None:
+    """``/reset_prefix_cache?reset_external=true`` empties it without a word. Only answers can show that."""
+    engine, ids = Engine(), ids_of(300)
+    engine.entering.wary = True
+    engine.tell(*engine.stored(ids, range(300), "CPU"))
+    engine.tell(AllBlocksCleared())
+    assert engine.held(ids) is None
+    assert engine.source.in_step, "the GPU's cache is known, and nothing is heard of host memory"
+    engine.tell(*engine.stored(ids, range(300), "CPU"))
+    assert not engine.source.in_step

@@ -74,7 +74,7 @@ class Publisher:
         self._pending: list[CacheEvent] = []
         self._sequence = 0
         self.legacy = False
-        """Events are arrays."""
+        """As before vLLM 0.24: events are arrays, and a replay does not say the topic."""
         self._lost = 0
         self._forgotten = False
         self._buffer: deque[tuple[int, bytes]] = deque(maxlen=_BUFFERED_BATCHES)
@@ -135,10 +135,11 @@ class Publisher:
                 continue
             client, _, start = frames
             first = int.from_bytes(start, "big")
+            topic = () if self.legacy else (self._topic,)
             for number, payload in self.batches():
                 if number >= first:
-                    await router.send_multipart((client, b"", self._topic, number.to_bytes(8, "big"), payload))
-            await router.send_multipart((client, b"", b"", _END, b""))
+                    await router.send_multipart((client, b"", *topic, number.to_bytes(8, "big"), payload))
+            await router.send_multipart((client, b"", *([b""] if topic else []), _END, b""))
 
 
 def _bind(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, endpoint: str) -> None:

@@ -19,7 +19,8 @@ LABEL = "kv-events"
 
 _PATH = "/kv_event_sources"
 _MAX_BYTES = 1 << 16
-_MOST_RANKS = 1024
+_MOST_RANKS = 64
+"""Of a worker, by its own word. Ranks are on its own host, which has 8 or 16 accelerators."""
 
 
 class Publisher(NamedTuple):
@@ -86,7 +87,8 @@ async def ask(session: aiohttp.ClientSession, link: WorkerLink, headers: Any, ad
 def told(address: str, body: bytes) -> list[Publisher]:
     """The answer to ``/kv_event_sources`` of the worker at ``address``. Raises NoPublisherError.
 
-    Of each ZMQ address only the port counts: a worker must not send us to another host, and behind `*` there is none.
+    Of each ZMQ address only the port counts: a worker must not send us to another host, and behind `*` there is none. Each port
+    is one publisher's: what one publishes must not count for several ranks.
     """
     try:
         ranks = _decoder.decode(body)
@@ -102,6 +104,10 @@ def told(address: str, body: bytes) -> list[Publisher]:
         raise NoPublisherError(f"{_PATH}: {error}") from None
     if not found:
         raise NoPublisherError("it publishes no events")
+    taken = [address for each in found for address in (each.events, each.replay) if address is not None]
+    twice = next((address for at, address in enumerate(taken) if address in taken[:at]), None)
+    if twice is not None:
+        raise NoPublisherError(f"{_PATH}: {twice.rpartition(':')[2]} is the port of two publishers")
     return found
 
 

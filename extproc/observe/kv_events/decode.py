@@ -7,41 +7,13 @@ A payload is a msgpack array ``[time, events, data-parallel rank]`` (vLLM: distr
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import msgspec
 
-_Hash = int | bytes
-
-
-class BlockStored(msgspec.Struct, tag_field="type", tag="BlockStored", gc=False):
-    """Consecutive blocks entered a tier."""
-
-    block_hashes: list[_Hash]
-    parent_block_hash: _Hash | None
-    token_ids: list[int]
-    block_size: int
-    lora_id: int | None = None
-    medium: str | None = None
-    lora_name: str | None = None
-    extra_keys: list[list[Any] | None] | None = None
-    group_idx: int | None = None
-    kv_cache_spec_kind: str | None = None
-
-
-class BlockRemoved(msgspec.Struct, tag_field="type", tag="BlockRemoved", gc=False):
-    """Blocks left a tier."""
-
-    block_hashes: list[_Hash]
-    medium: str | None = None
-    group_idx: int | None = None
-
-
-class AllBlocksCleared(msgspec.Struct, tag_field="type", tag="AllBlocksCleared", gc=False):
-    """The cache was emptied."""
-
-
-Event = BlockStored | BlockRemoved | AllBlocksCleared
+from extproc.observe.kv_events.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, NotABatchError
+from extproc.observe.kv_events.long_events import LONG_BYTES, in_pieces, kind_of
 
 
 class _Batch(msgspec.Struct, array_like=True, gc=False):
@@ -68,15 +40,12 @@ class Batch(NamedTuple):
     events: list[Event]
 
 
-class NotABatchError(ValueError):
-    """The payload cannot be understood, or an event in it of which it matters what it says."""
-
-
 _KINDS: dict[str, type[BlockStored | BlockRemoved | AllBlocksCleared]] = {
     "BlockStored": BlockStored,
     "BlockRemoved": BlockRemoved,
     "AllBlocksCleared": AllBlocksCleared,
 }
+_LONG_KINDS = ("BlockStored", "BlockRemoved")
 _FIELDS = {kind: struct.__struct_fields__ for kind, struct in _KINDS.items()}
 _PASSED_OVER = frozenset({"type", "kv_cache_spec_sliding_window", "locality", "ownership", "session_id"})
 """Fields that vLLM 0.32 has and that nothing here depends on."""
@@ -85,9 +54,20 @@ _fast = msgspec.msgpack.Decoder(_Batch)
 _raw = msgspec.msgpack.Decoder(_RawBatch)
 _time = msgspec.msgpack.Decoder(_Time)
 _any = msgspec.msgpack.Decoder()
+_known = msgspec.msgpack.Decoder(Event)
 
 _MOST_NAMES = 100
 """So many unknown kinds and fields are told apart."""
+
+_WHOLE_BYTES = 64 << 10
+"""A batch that is longer is decoded in pieces."""
+
+_AT_ONCE = 64
+"""Events of a piece, unless they have :data:`LONG_BYTES` before."""
+
+_MOST_EVENTS = 32_768
+"""Of a batch. vLLM makes a batch of each step, and in a step removes at most the blocks that its new ones take: a prompt of
+131,072 tokens takes 8,192. That one step admits four of these is an assumption."""
 
 
 class Decoder:
@@ -97,30 +77,83 @@ class Decoder:
         self.unknown: Counter[str] = Counter()
         """Kinds of events and fields that were not known -> how often, for fields in the batches that were looked at."""
         self._batches = 0
+        self._look = False
 
-    def decode(self, payload: bytes) -> Batch:
-        """Raises NotABatchError."""
+    def quickly(self, payload: bytes) -> Batch | None:
+        """None: it is long, or has a form that takes longer: :meth:`pieces` reads it."""
         self._batches += 1
-        if self._batches & 1023 == 1:  # fields that are not known cost nothing otherwise
-            return self._slowly(payload)
+        self._look = self._batches & 1023 == 1  # fields that are not known cost nothing otherwise
+        if self._look or len(payload) > _WHOLE_BYTES:
+            return None
         try:
             batch = _fast.decode(payload)
         except (msgspec.DecodeError, ValueError, RecursionError):
-            return self._slowly(payload)
+            return None
         return Batch(batch.ts, batch.events)
 
-    def _slowly(self, payload: bytes) -> Batch:
-        """Event by event, in any form."""
+    def pieces(self, payload: bytes) -> Iterator[tuple[int, list[Event]]]:
+        """The batch that was not to be had quickly, a fraction of a millisecond at a time: how many events, and what they say.
+        Raises NotABatchError.
+        """
+        look = self._look
         try:
-            batch = _raw.decode(payload)
-            events = []
-            for raw in batch.events:
-                event = self._event(_any.decode(raw))
+            if _events_of(payload) > _MOST_EVENTS:
+                raise NotABatchError(f"more than {_MOST_EVENTS} events")
+            events: list[Event] = []
+            told = read_bytes = 0
+            for raw in _raw.decode(payload).events:
+                view = memoryview(raw)
+                size = len(view)
+                if size > LONG_BYTES:
+                    if events:
+                        yield told, events
+                        told, events = 0, []
+                    yield from self._long(bytes(raw))
+                    continue
+                told += 1
+                read_bytes += size
+                event = self._one(raw, view[0], look=look)
                 if event is not None:
                     events.append(event)
-        except (msgspec.DecodeError, ValueError, TypeError, RecursionError) as error:
+                if told == _AT_ONCE or read_bytes > LONG_BYTES:
+                    yield told, events
+                    told, events, read_bytes = 0, [], 0
+            yield told, events
+        except (msgspec.DecodeError, ValueError, TypeError, IndexError, RecursionError) as error:
             raise NotABatchError(str(error)) from None
-        return Batch(batch.ts, events)
+
+    def decode(self, payload: bytes) -> Batch:
+        """All of it at once. Raises NotABatchError."""
+        batch = self.quickly(payload)
+        if batch is not None:
+            return batch
+        time_s = time_of(payload)
+        if time_s is None:
+            raise NotABatchError("it does not begin with a time")
+        return Batch(time_s, [event for _, events in self.pieces(payload) for event in events])
+
+    def _long(self, raw: bytes) -> Iterator[tuple[int, list[Event]]]:
+        kind = kind_of(raw)
+        if kind not in _LONG_KINDS:
+            if kind not in _KINDS:
+                self._pass_over(kind)
+            else:
+                yield 1, [AllBlocksCleared()]
+            return
+        told = 1
+        for event in in_pieces(raw):
+            yield told, [event]
+            told = 0
+
+    def _one(self, raw: msgspec.Raw, first: int, *, look: bool) -> Event | None:
+        if not look and first & 0xF0 != 0x90:  # an array is decoded by its names of fields, which takes longer
+            try:
+                event: Event = _known.decode(raw)
+            except msgspec.ValidationError:
+                pass
+            else:
+                return event
+        return self._event(_any.decode(raw))
 
     def _event(self, told: Any) -> Event | None:
         if isinstance(told, dict):
@@ -162,3 +195,15 @@ def time_of(payload: bytes) -> float | None:
         return _time.decode(payload).ts
     except (msgspec.DecodeError, ValueError, RecursionError):
         return None
+
+
+def _events_of(payload: bytes) -> int:
+    """How many events a batch has, as it says itself; 0 where it is none. The time before them is a float of 64 bits."""
+    if len(payload) < 15:
+        return 0
+    if payload[1] != 0xCB and len(payload) > _WHOLE_BYTES:
+        raise NotABatchError("it does not begin with a time of 64 bits")
+    kind = payload[10]
+    if kind == 0xDC:
+        return int.from_bytes(payload[11:13], "big")
+    return int.from_bytes(payload[11:15], "big") if kind == 0xDD else 0

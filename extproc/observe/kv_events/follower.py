@@ -1,32 +1,29 @@
-"""One publisher: its two sockets, and what came over them into the holdings, in small pieces.
+"""One publisher: its batches as they are published, and those that it is asked for, in the right order into the holdings.
 
-The sockets are ZMQ's own, not its asyncio ones, which take a future and a callback for every batch: the event loop watches
-their file descriptors, and :meth:`Follower.work` reads without waiting. ZMQ's descriptor says only that something may have
-happened, until the socket was asked (zmq_getsockopt(3), ZMQ_FD), so it reads until there is nothing.
+Numbers alone do not show that an engine was started anew: while we were not connected, the new one may have published as much
+as the old one had. So whenever a connection was made anew nothing of the publisher counts, and no batch is taken, until a
+replay has shown whose last batch we have (:mod:`extproc.observe.kv_events.sequence`). Without a replay all that was known is
+dropped.
 """
 
 from __future__ import annotations
 
-import asyncio
 import enum
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import zmq
 
 from extproc.observe.kv_events.addresses import Publisher
-from extproc.observe.kv_events.decode import BlockRemoved, BlockStored, Decoder, Event, NotABatchError, time_of
+from extproc.observe.kv_events.decode import Decoder, time_of
+from extproc.observe.kv_events.entering import Counts, Entering
 from extproc.observe.kv_events.sequence import Sequence, Step
+from extproc.observe.kv_events.sockets import CUT, Socket, Sockets, idle, news, receive
 from extproc.routing.holdings import Source
-from extproc.routing.stored_blocks import PIECE_BLOCKS, parents_first
-
-_EVENTS, _POLLIN, _NOBLOCK = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK)
 
 _END = (-1).to_bytes(8, "big", signed=True)
-_NOWHERE = object()
-"""In place of a medium."""
 
 _WAITING_BATCHES = 512
 """ZMQ keeps so many for us (about ten seconds of an engine), then it drops, which shows as a gap."""
@@ -39,13 +36,6 @@ _MOST_PAUSE_S = 60.0
 
 _LONGEST_REPLAY_S = 60.0
 
-_TIERS: dict[str | None, int] = {
-    **dict.fromkeys((None, "GPU", "DEVICE", "HBM"), 0),
-    **dict.fromkeys(("CPU", "CPU_PINNED", "CPU_TIER1", "HOST"), 1),
-    **dict.fromkeys(("STORAGE", "DISK", "FS", "CPU_TIER2", "EXTERNAL"), 2),
-    "LMCACHE": 3,
-}
-
 
 class State(enum.Enum):
     """Of a follower, for people."""
@@ -53,26 +43,20 @@ class State(enum.Enum):
     CONNECTING = "connecting"
     REPLAY = "replay"
     FOLLOWING = "following"
+    NO_REPLAY = "no_replay"
+    """What it publishes counts, but it does not answer what it is asked: a batch that is lost will cost all that is known."""
     SILENT = "silent"
     """It does not answer what it is asked: nothing of it counts."""
 
 
-class Counts:
-    """What all followers of one endpoint have counted."""
+class _Held(NamedTuple):
+    """A batch that waits for the end of a replay."""
 
-    def __init__(self) -> None:
-        self.stored = self.removed = self.cleared = 0
-        """Blocks stored and removed; events that cleared."""
-        self.events = 0
-        self.live = self.replayed = self.old = self.faulty = 0
-        """Batches: taken as published, from a replay, passed over as taken already, not understood."""
-        self.gaps_filled = self.gaps_lost = 0
-        self.replays = self.replays_failed = 0
-        self.restarts = 0
-        self.dropped = 0
-        """Entries that went because batches were lost."""
-        self.other_tiers = 0
-        """Events of a medium that is not known."""
+    number: int
+    time_s: float
+    payload: bytes
+    gap: bool
+    """Others are missing before it. Else it is not sure whose it is."""
 
 
 class Follower:
@@ -95,30 +79,33 @@ class Follower:
     ) -> None:
         """``on_lag``: seconds from a batch's own time to now, for each that comes live."""
         self.publisher, self.source = publisher, source
-        self._context = context
         self._counts = counts
-        self._max_batch_bytes = max_batch_bytes
         self._replay_timeout_s = replay_timeout_s
         self._check_interval_s = check_interval_s
         self._wake = wake
+        self._sockets = Sockets(context, max_message_bytes=max_batch_bytes, wake=lambda: wake(self))
         self._on_lag = on_lag
         self._clock = clock
         self._wall_clock = wall_clock
         self._decoder = Decoder()
+        self._entering = Entering(source, counts, self._faulty)
         self._sequence = Sequence()
         self._pieces: Iterator[None] | None = None
-        self._held: tuple[int, float, bytes] | None = None
-        """The batch behind a gap, while what is missing is asked for."""
+        self._held: _Held | None = None
         self._asking = False
-        self._answered = False
-        """Something has come of this replay."""
+        self._shown = False
+        """What has come of this replay shows whose it is."""
         self._progress = False
         """Something of it was taken."""
         self._hole: bool = False
         """Something is missing in it: its rest is of no use."""
         self._lost_any = False
+        self._doubt = False
+        """It may be another engine than the one whose batches were taken."""
         self._due = False
-        """Somebody wants to know whether it is still the same engine."""
+        """It has not been asked since that came up."""
+        self._behind_since_s: float | None = None
+        """Since then it is being asked, time and again."""
         self._refill: Sequence | None = None
         """While all that there is to replay is asked for anew: where we stood."""
         self._asked_s = self._heard_s = clock()
@@ -126,12 +113,10 @@ class Follower:
         self.closed = False
         self.queued = False
         """Whether somebody is about to call :meth:`work`."""
-        self._replay: zmq.Socket[bytes] | None = None
-        self._subscription = self._socket(zmq.SUB)
-        self._subscription.setsockopt(zmq.SUBSCRIBE, publisher.topic.encode())
-        self._subscription.setsockopt(zmq.RCVHWM, _WAITING_BATCHES)
-        self._subscription.connect(publisher.events)
-        self._watch(self._subscription)
+        self._replay: Socket | None = None
+        self._subscription, self._monitor = self._sockets.subscribed(
+            publisher.events, publisher.topic, waiting=_WAITING_BATCHES
+        )
         if publisher.replay is not None:
             self._ask()
 
@@ -143,19 +128,24 @@ class Follower:
     @property
     def state(self) -> State:
         """What it is doing."""
-        if self._failures:
+        if self._failures and self.source.suspect:
             return State.SILENT
-        if self._asking and (self._sequence.next is None or self._held is not None or self._progress):
+        known = self._sequence.next is not None
+        if self._asking and (not known or self.source.suspect or self._held is not None or self._progress):
             return State.REPLAY
-        return State.CONNECTING if self._sequence.next is None else State.FOLLOWING
+        if not known or self.source.suspect:
+            return State.CONNECTING
+        return State.NO_REPLAY if self._failures else State.FOLLOWING
 
     def close(self) -> None:
         """Give the sockets up."""
         self.closed = True
         self._pieces = None
-        self._drop(self._subscription)
+        self._subscription.disable_monitor()
+        self._sockets.drop(self._monitor)
+        self._sockets.drop(self._subscription)
         if self._replay is not None:
-            self._drop(self._replay)
+            self._sockets.drop(self._replay)
             self._replay = None
 
     def suspect(self) -> None:
@@ -164,11 +154,13 @@ class Follower:
             self._lose()
             self._sequence.forget()
             return
-        self.source.suspect = self._due = True
+        self.source.suspect = self._doubt = self._due = True
         self._check()
 
     def start_over(self) -> None:
-        """What is known of it has proved wrong: forget it, and ask for all that there is."""
+        """What is known of it has proved wrong: forget it, and ask for all that there is. Whatever it was, what events do not
+        say of slower tiers is not taken for granted again, see :attr:`Entering.wary`."""
+        self._entering.wary = True
         self._pieces = self._refill = self._held = None
         self._lose()
         self._sequence.forget()
@@ -181,6 +173,8 @@ class Follower:
         now_s = self._clock()
         if self._asking:
             stalled = now_s - self._heard_s >= self._replay_timeout_s or now_s - self._asked_s >= _LONGEST_REPLAY_S
+            if self._behind_since_s is not None and now_s - self._behind_since_s >= self._replay_timeout_s:
+                self.source.suspect = self.source.suspect or self.source.in_step  # more has happened than is known
             if stalled and not self.queued:
                 self._replay_failed()
         elif self._replay is not None and (self._due or now_s - self._heard_s >= self._pause_s()):
@@ -194,21 +188,36 @@ class Follower:
             return True
         if self._asking:
             return self._work_on_replay()
-        frames = self._receive(self._subscription)
+        frames = receive(self._subscription)
+        if not idle(self._monitor):  # asked behind the batch: what it tells is older than what came over the connection
+            self._on_connection()
         if frames is not None:
             self._on_live(frames)
             return True
         # What nobody asked for is not kept.
-        return self._replay is not None and self._receive(self._replay) is not None
+        return not self._asking and self._replay is not None and receive(self._replay) is not None
+
+    def _on_connection(self) -> None:
+        """It broke, or was made anew: then somebody else may be there."""
+        while (what := news(self._monitor)) is not None:
+            if self._replay is None:
+                if self._sequence.next is not None:
+                    self._lose()
+                    self._sequence.forget()
+                continue
+            self.source.suspect = self._doubt = True
+            self._due = self._due or what != CUT
+        if self._due:
+            self._check()
 
     # -- batches -----------------------------------------------------------------------------------------------------------
 
     def _on_live(self, frames: list[bytes]) -> None:
         number = int.from_bytes(frames[1], "big") if len(frames) == 3 and len(frames[1]) == 8 else -1
-        if number == self._sequence.next:  # nearly always
+        if number == self._sequence.next and not self._doubt:  # nearly always
             self._counts.live += 1
             self._heard_s = self._clock()
-            self.source.suspect = self._due
+            self.source.suspect = False
             time_s = self._take(Step.NEXT, number, 0.0, frames[2])
             if time_s is not None:
                 self._on_lag(max(0.0, self._wall_clock() - time_s))
@@ -217,13 +226,18 @@ class Follower:
         if time_s is None:
             self._faulty()
             return
+        if self._doubt:
+            self._held = _Held(number, time_s, frames[2], gap=False)
+            if not self._asking:
+                self._ask()
+            return
         step = self._sequence.live(number, time_s)
         if step is Step.OLD:
             self._counts.old += 1
             return
         self._heard_s = self._clock()
         if step is Step.GAP and self._replay is not None:
-            self._held = (number, time_s, frames[2])
+            self._held = _Held(number, time_s, frames[2], gap=True)
             self._ask()
             return
         if step is Step.RESTART:
@@ -240,80 +254,24 @@ class Follower:
         """Its time, if it can be understood. ``time_s``: the same, as far as it is known already."""
         if step is Step.BEGIN:
             self.source.cleared()
+            self.source.suspect = self._doubt
         elif step is Step.LATE:
             self.source.lost()
         elif step in (Step.GAP, Step.LOST):
             self._counts.gaps_lost += 1
             self._lose()
-        try:
-            batch = self._decoder.decode(payload)
-        except NotABatchError:
-            self._sequence.took(number, time_s or self._sequence.last_time_s)
+        batch = self._decoder.quickly(payload)
+        if batch is not None:
+            self._sequence.took(number, batch.time_s)
+            self._pieces = self._entering.batch(batch.events)
+            return batch.time_s
+        found = time_of(payload)
+        self._sequence.took(number, found or time_s or self._sequence.last_time_s)
+        if found is None:
             self._faulty()
             return None
-        self._sequence.took(number, batch.time_s)
-        self._pieces = self._enter(batch.events)
-        return batch.time_s
-
-    def _enter(self, events: list[Event]) -> Iterator[None]:
-        """Into the holdings; it stops for breath now and then.
-
-        What a batch stores goes in before what it removes: an engine may have several blocks of equal content, and counts
-        decide what is left, not their order. What is said before the cache was emptied does not matter.
-        """
-        counts, source = self._counts, self.source
-        counts.events += len(events)
-        stored: dict[int, list[BlockStored]] = {}
-        removed: dict[tuple[int, int], list[int | bytes]] = {}
-        # Nearly always the next event is about the same place as the last of its kind.
-        entered: list[BlockStored] = []
-        gone: list[int | bytes] = []
-        entered_medium: object = _NOWHERE
-        gone_medium: object = _NOWHERE
-        gone_group: int | None = 0
-        for event in events:
-            if type(event) is BlockStored:
-                if event.medium != entered_medium:
-                    tier = self._tier(event.medium)
-                    if tier is None:
-                        continue
-                    entered_medium, entered = event.medium, stored.setdefault(tier, [])
-                entered.append(event)
-            elif type(event) is BlockRemoved:
-                if event.medium != gone_medium or event.group_idx != gone_group:
-                    tier = self._tier(event.medium)
-                    if tier is None:
-                        continue
-                    gone_medium, gone_group = event.medium, event.group_idx
-                    gone = removed.setdefault((tier, gone_group or 0), [])
-                gone += event.block_hashes
-            else:
-                counts.cleared += 1
-                stored.clear()
-                removed.clear()
-                entered_medium = gone_medium = _NOWHERE
-                source.cleared()
-        try:
-            for tier in sorted(stored):  # what is only a hash in a slower tier has its tokens in the GPU's
-                for blocks in source.entering(parents_first(stored[tier]) if tier else stored[tier], tier):
-                    counts.stored += blocks
-                    yield
-        except (OverflowError, TypeError, ValueError):
-            self._faulty()
-            return
-        for (tier, group), hashes in removed.items():
-            counts.removed += len(hashes)
-            for start in range(0, len(hashes), PIECE_BLOCKS):
-                source.removed(hashes[start : start + PIECE_BLOCKS], tier, group)
-                yield
-
-    def _tier(self, medium: str | None) -> int | None:
-        tier = _TIERS.get(medium)
-        if tier is None:
-            tier = _TIERS.get(medium.upper()) if medium else 0
-        if tier is None:
-            self._counts.other_tiers += 1
-        return tier
+        self._pieces = self._entering.pieces(self._decoder.pieces(payload))
+        return found
 
     def _faulty(self) -> None:
         """What it said cannot be understood, and might have been that something is gone."""
@@ -328,6 +286,7 @@ class Follower:
         self.source.lost()
         self._sequence.forget()
         self._refill = self._held = None
+        self._entering.wary = False
 
     # -- replays -----------------------------------------------------------------------------------------------------------
 
@@ -347,36 +306,40 @@ class Follower:
             self._new_replay()
         assert self._replay is not None
         self._counts.replays += 1
-        self._asking, self._answered, self._progress, self._hole, self._lost_any = True, False, False, False, False
+        self._asking, self._shown, self._progress, self._hole, self._lost_any = True, False, False, False, False
         self._due = False
         self._asked_s = self._heard_s = self._clock()
+        if self._behind_since_s is None:
+            self._behind_since_s = self._asked_s
         with suppress(zmq.ZMQError):  # nothing comes then, which counts as a failure in its time
             self._replay.send_multipart((b"", self._sequence.ask_from().to_bytes(8, "big")), zmq.NOBLOCK)
         self._wake(self)
 
     def _work_on_replay(self) -> bool:
         assert self._replay is not None
-        frames = self._receive(self._replay)
+        frames = receive(self._replay)
         if frames is None:
-            # What is published waits, but its descriptor must not say so all the time.
-            self._subscription.get(zmq.EVENTS)
+            if not idle(self._monitor):
+                self._on_connection()
+            idle(self._subscription)  # what is published waits, but its descriptor must not say so all the time
             return False
         self._heard_s = self._clock()
-        if len(frames) != 4 or len(frames[2]) != 8:
+        # The topic stands before the number since vLLM 0.24; not before, nor in SGLang.
+        if len(frames) not in (3, 4) or len(frames[-2]) != 8:
             self._replay_failed()
-        elif frames[2] == _END:
+        elif frames[-2] == _END:
             self._on_end()
         elif not self._hole:
-            self._on_replayed(int.from_bytes(frames[2], "big"), frames[3])
+            self._on_replayed(int.from_bytes(frames[-2], "big"), frames[-1])
         return True
 
     def _on_replayed(self, number: int, payload: bytes) -> None:
         time_s = time_of(payload)
-        first, self._answered = not self._answered, True
         if time_s is None:
             self._faulty()
             return
-        step = self._sequence.replayed(number, time_s, first=first)
+        step = self._sequence.replayed(number, time_s, first=not self._shown)
+        self._shown = self._shown or self._sequence.shows(number)
         if step is Step.OLD:
             return
         if step is Step.RESTART:
@@ -399,8 +362,10 @@ class Follower:
             self._ask()
             return
         self._asking, self._failures = False, 0
-        step = self._sequence.ended(any_came=self._answered)
+        self._behind_since_s = None
+        step = self._sequence.ended(shown=self._shown)
         held, self._held = self._held, None
+        self._doubt = self._due
         if step is Step.RESTART:
             self._restarted()
             step = Step.EMPTY
@@ -408,15 +373,16 @@ class Follower:
             self.source.cleared()
             self._sequence.next = 0
         self._refill = None
-        self.source.suspect = self._due
+        self.source.suspect = self._doubt
         if held is not None:
-            number, time_s, payload = held
-            again = self._sequence.live(number, time_s)
+            again = self._sequence.live(held.number, held.time_s)
             if again in (Step.OLD, Step.RESTART):
-                self._counts.gaps_filled += not self._lost_any
+                self._counts.gaps_filled += held.gap and not self._lost_any
             else:
                 self._counts.live += 1
-                self._take(again, number, time_s, payload)
+                self._take(again, held.number, held.time_s, held.payload)
+        if self._due:
+            self._check()
         self._wake(self)
 
     def _replay_failed(self) -> None:
@@ -429,10 +395,14 @@ class Follower:
         self._asking = False
         self._failures += 1
         self._heard_s = self._clock()
+        self._behind_since_s = None
         held, self._held = self._held, None
         if held is not None:
-            number, time_s, payload = held
-            self._take(self._sequence.live(number, time_s), number, time_s, payload)
+            if self._doubt:  # nobody says whose it is
+                self._doubt = self._due = False
+                self._lose()
+                self._sequence.forget()
+            self._take(self._sequence.live(held.number, held.time_s), held.number, held.time_s, held.payload)
         elif self._refill is not None:
             self._sequence, self._refill = self._refill, None
         else:
@@ -443,42 +413,5 @@ class Follower:
         """Another socket: answers to what was asked before must not be taken for answers to what is asked next."""
         assert self.publisher.replay is not None
         if self._replay is not None:
-            self._drop(self._replay)
-        self._replay = self._socket(zmq.DEALER)
-        self._replay.setsockopt(zmq.RCVHWM, _WAITING_REPLAYED)
-        self._replay.connect(self.publisher.replay)
-        self._watch(self._replay)
-
-    # -- sockets -----------------------------------------------------------------------------------------------------------
-
-    def _socket(self, kind: int) -> zmq.Socket[bytes]:
-        socket: zmq.Socket[bytes] = self._context.socket(kind)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.IPV6, 1)
-        socket.setsockopt(zmq.MAXMSGSIZE, self._max_batch_bytes)
-        socket.setsockopt(zmq.RECONNECT_IVL, 100)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 5_000)
-        socket.setsockopt(zmq.HEARTBEAT_IVL, 5_000)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 15_000)
-        return socket
-
-    def _watch(self, socket: zmq.Socket[bytes]) -> None:
-        asyncio.get_running_loop().add_reader(socket.fileno(), self._wake, self)
-        # It may have become readable before it was watched.
-        self._wake(self)
-
-    def _drop(self, socket: zmq.Socket[bytes]) -> None:
-        asyncio.get_running_loop().remove_reader(socket.fileno())
-        socket.close(0)
-
-    def _receive(self, socket: zmq.Socket[bytes]) -> list[bytes] | None:
-        # Asking first is cheaper than the exception that says there is nothing, and constants of ZMQ that are no more than
-        # numbers are cheaper than its own.
-        if not socket.get(_EVENTS) & _POLLIN:  # type: ignore[operator]
-            return None
-        frame = socket.recv(_NOBLOCK, copy=False)
-        frames = [frame.bytes]
-        while frame.more:
-            frame = socket.recv(_NOBLOCK, copy=False)
-            frames.append(frame.bytes)
-        return frames
+            self._sockets.drop(self._replay)
+        self._replay = self._sockets.connected(zmq.DEALER, self.publisher.replay, waiting=_WAITING_REPLAYED)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from extproc.observe.kv_events.follower import Counts
+from extproc.observe.kv_events.entering import Counts
 from extproc.observe.metrics import Metrics
 from extproc.routing.holdings import Holdings, Tier
 

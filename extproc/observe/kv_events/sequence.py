@@ -56,20 +56,25 @@ class Sequence:
         return max(0, (self.next or 0) - 1)
 
     def replayed(self, number: int, time_s: float, *, first: bool) -> Step:
-        """A batch of a replay; ``first``: of this replay."""
+        """A batch of a replay; ``first``: none has come before that :meth:`shows` whose replay it is."""
         if self.next is None:
             return Step.LATE if number else Step.BEGIN
         if first and self.next > 0:
             if number > self.next - 1:
                 return Step.LOST
-            return Step.OLD if number == self.next - 1 and time_s == self.last_time_s else Step.RESTART
+            # One that sends more than it was asked for says nothing by that.
+            return Step.OLD if number < self.next - 1 or time_s == self.last_time_s else Step.RESTART
         if number == self.next:
             return Step.NEXT
         return Step.LOST if number > self.next else Step.OLD
 
-    def ended(self, *, any_came: bool) -> Step:
-        """The end mark of a replay: ``NEXT`` is nothing of note."""
-        if any_came or self.next == 0:
+    def shows(self, number: int) -> bool:
+        """Whether a batch of a replay that was asked for by :meth:`ask_from` shows whose it is."""
+        return not self.next or number >= self.next - 1
+
+    def ended(self, *, shown: bool) -> Step:
+        """The end mark of a replay: ``NEXT`` is nothing of note. ``shown``: some batch of it did, see :meth:`shows`."""
+        if shown or self.next == 0:
             return Step.NEXT
         return Step.EMPTY if self.next is None else Step.RESTART
 

@@ -17,7 +17,8 @@ import zmq
 
 from extproc.observe.kv_events import addresses
 from extproc.observe.kv_events.addresses import NoPublisherError, Publisher
-from extproc.observe.kv_events.follower import Counts, Follower, State
+from extproc.observe.kv_events.entering import Counts
+from extproc.observe.kv_events.follower import Follower, State
 from extproc.observe.kv_events.report import Report
 from extproc.observe.kv_events.settings import KvEvents
 from extproc.observe.logs import Logger
