@@ -28,7 +28,7 @@ from extproc.routing.snapshot import Snapshot, take
 
 _NO_MATCH = Policy()
 _MOST_MODELS = 1_000
-_NO_TOKENS = "workers say what they hold, but this prompt's token ids are not known: what counts as cached is predicted"
+_NO_TOKENS = "workers say what they hold, but this prompt's token ids are not known: "
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):
@@ -161,7 +161,8 @@ class Explainer:
 
         report = self._report(read, ask(read.asked.job), ask, list(router.pool.models()))
         if router.known is not None and read.asked.job.token_chain is None:
-            return msgspec.structs.replace(report, notes=[*report.notes, _NO_TOKENS])
+            counts = "what counts as cached is predicted" if router.known.predicts else "nothing counts as cached"
+            return msgspec.structs.replace(report, notes=[*report.notes, _NO_TOKENS + counts])
         return report
 
     def by_snapshot(self, question: Question, saved: SavedSnapshot) -> Report:

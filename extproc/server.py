@@ -144,7 +144,13 @@ class Server:
         bytes_per_token = BytesPerToken()
         intake = Intake(config, bytes_per_token)
         holdings = Holdings(config.kv_events.max_blocks) if config.kv_events.enabled else None
-        router = Router(self._pool, routing_of(config), holdings=holdings, stores=_stores(config))
+        router = Router(
+            self._pool,
+            routing_of(config),
+            holdings=holdings,
+            stores=_stores(config),
+            predicts=config.kv_events.unknown == "predict",
+        )
         dispatcher = Dispatcher(
             router,
             names=intake.names,

@@ -39,6 +39,10 @@ class Contestant:
     """It hears the engines' KV events, which they publish with ``--precise`` only."""
 
 
+_TOKENS_TIMEOUT_MS = 300.0
+"""Ten times the default: all gateways and engines share the cores of one machine."""
+
+
 def _immediate(objective: str) -> str:
     return f"{{mode: disaggregate, objective: {objective}, dispatch: immediate, explain: true}}"
 
@@ -105,7 +109,12 @@ def sections(
     precise: dict[str, Any] = {}
     if contestant.events:
         precise["kv_events"] = {"enabled": True}
-        precise["tokens"] = {"learn": False, "learn_prefixes": False, "models": {MODEL: {"folder": str(tokenizer)}}}
+        precise["tokens"] = {
+            "learn": False,
+            "learn_prefixes": False,
+            "models": {MODEL: {"folder": str(tokenizer)}},
+            "timeout_ms": _TOKENS_TIMEOUT_MS,
+        }
     return precise | {
         "routing": scaled(routing, speed),
         "scrape": scaled({"interval_s": 1.0}, speed),

@@ -56,16 +56,18 @@ class Router:
         index: PrefixIndex | None = None,
         holdings: Holdings | None = None,
         stores: Stores | None = None,
+        *,
+        predicts: bool = True,
     ) -> None:
         """``holdings``: what workers say they hold; None: none of them tells. ``stores``: what cache servers hold, which counts
-        beside it."""
+        beside it. ``predicts``: whether the index counts where ``holdings`` does not know."""
         self.pool = pool
         self.settings = settings
         self.index = index if index is not None else PrefixIndex(settings.index_blocks)
         self.costs = Costs(settings)
         self.picker = Picker(pool, self.costs, settings)
         self.queue = PrefillQueue(settings)
-        self.known = None if holdings is None else Known(pool, self.costs, holdings, stores)
+        self.known = None if holdings is None else Known(pool, self.costs, holdings, stores, predicts=predicts)
         """What workers hold by their own word; None: nobody tells."""
         self.scales = Scales(self.picker, self.costs, self.index, self.queue, settings, self.known)
         self.predicted_tokens = self.reported_tokens = 0

@@ -48,8 +48,12 @@ class _Found(NamedTuple):
 class Known:
     """Asks those who know."""
 
-    def __init__(self, pool: Pool, costs: Costs, holdings: Holdings, stores: Stores | None = None) -> None:
+    def __init__(
+        self, pool: Pool, costs: Costs, holdings: Holdings, stores: Stores | None = None, *, predicts: bool = True
+    ) -> None:
+        """``predicts``: whether predictions count where nobody knows."""
         self._pool = pool
+        self.predicts = predicts
         self._costs = costs
         self.holdings = holdings
         self.stores = stores
@@ -71,6 +75,8 @@ class Known:
 
     def hits(self, job: Job, predicted: Hits, now_s: float) -> Hits:
         """In place of ``predicted``. Without the prompt's tokens nothing else is known."""
+        if not self.predicts:
+            predicted = Hits({})
         chain = job.token_chain
         if chain is None:
             return predicted

@@ -40,9 +40,10 @@ class Told(World):
     """A world whose workers tell what they hold, but those that are ``silent``."""
 
     def __init__(self, *args: Any, silent: tuple[str, ...] = (), stores: Stores | None = None, **settings: Any) -> None:
+        predicts = settings.pop("predicts", True)
         super().__init__(*args, **settings)
         self.holdings = Holdings(100_000)
-        self.router = Router(self.pool, Routing(**settings), holdings=self.holdings, stores=stores)
+        self.router = Router(self.pool, Routing(**settings), holdings=self.holdings, stores=stores, predicts=predicts)
         self._names: dict[tuple[int, ...], int] = {}
         for endpoint in self.pool.endpoints:
             if endpoint.address not in silent:
@@ -95,6 +96,15 @@ def test_a_prompt_whose_tokens_are_not_known_counts_as_predicted_everywhere_and_
     ticket = world.router.submit(world.job(1600, "text", mode=Mode.DISAGGREGATE), world.now_s)
     assert ticket.decision is not None
     assert (ticket.decision.cached_tokens, ticket.decision.cached_by) == (1599, "predicted")
+
+
+def test_where_predictions_are_forbidden_only_what_is_known_counts() -> None:
+    world, prompt = Told(silent=("p0",), predicts=False), ids(1600)
+    world.stores_blocks("p1", prompt[:800])
+    world.warm("p0", "the same text", 1600)
+    assert world.hits(prompt, text="the same text") == {"p1": 800}
+    ticket = world.router.submit(world.job(1600, "the same text", mode=Mode.DISAGGREGATE), world.now_s)
+    assert ticket.decision is not None and ticket.decision.cached_tokens == 0, "nobody knows its tokens"
 
 
 def test_what_is_evicted_is_not_held_any_more_and_the_decision_changes() -> None:

@@ -34,6 +34,10 @@ class KvEvents(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """With `find: ports` or the label: data-parallel ranks behind one address, each with a publisher of its own."""
     topic: str = ""
     """Only topics that begin so. Workers that are asked tell theirs."""
+    unknown: Literal["predict", "nothing"] = "predict"
+    """What counts for a worker that is not in step, and for a prompt whose token ids are not known. `predict`: what the index
+    over text expects. `nothing`: only what is known, and what was sent there a moment ago. `baton_cache_lookups_total` counts
+    both."""
     max_blocks: int = 4_000_000
     """So many different blocks are kept in mind, at about 190 bytes each; then the worker with most of them loses those it
     stored longest ago, which `baton_kv_index_evictions_total` counts. A block that several workers hold counts half for each
