@@ -62,9 +62,14 @@ def stopped(process: psutil.Process) -> Iterator[None]:
 
 @contextmanager
 def front(
-    prefill: list[str], decode: list[str], settings: Mapping[str, Mapping[str, Any]] | None = None, *, ready: bool = True
+    prefill: list[str],
+    decode: list[str],
+    settings: Mapping[str, Mapping[str, Any] | list[Any]] | None = None,
+    *,
+    ready: bool = True,
 ) -> Iterator[Front]:
-    """Start one in front of workers ``ip:port``. ``settings`` overrides fields of the configuration, by section.
+    """Start one in front of workers ``ip:port``. ``settings`` overrides fields of the configuration, by section, or
+    all of a list.
 
     ``ready=False``: the decode workers must be live, the prefill workers need not.
     """
@@ -76,7 +81,7 @@ def front(
         tree = msgspec.to_builtins(base)
         tree["warm_up"]["enabled"] = False  # tests count what comes to the workers
         for section, values in (settings or {}).items():
-            tree[section] = {**(tree[section] or {}), **values}
+            tree[section] = values if isinstance(values, list) else {**(tree[section] or {}), **values}
         config = msgspec.convert(tree, Config)
         config_file, envoy_file = write_configs(config, folder)
         filter_ = parts.enter_context(Child("filter", filter_command(config_file), log=folder / "filter.log"))

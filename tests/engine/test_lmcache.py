@@ -1,10 +1,12 @@
-"""LMCache on real vLLM: a prefill worker with NIXL and LMCache, started by ``baton worker``, and the server it keeps KV on,
-started by ``baton cache-server``. What LMCache itself makes of the rendered configuration is asked of its own parsers."""
+"""LMCache on real vLLM: a prefill worker with NIXL and LMCache, started by ``baton worker``, the server it keeps KV on,
+started by ``baton cache-server``, and the coordinator that knows what the server holds, started by ``baton
+cache-coordinator``. What LMCache itself makes of the rendered configuration is asked of its own parsers."""
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -21,15 +23,22 @@ import msgspec
 import pytest
 
 from extproc.stack import await_endpoints, envoy_command, filter_command, find_envoy, stack_config, write_configs
+from extproc.tokens.settings import TokenSettings
+from tests.engine.front import Front
+from tests.engine.front import front as another_front
 from tests.engine.kv_proof import BLOCK_SIZE_TOKENS, assert_kv_moved, block_bytes, kv_use, kv_use_since
 from tests.engine.metrics import scrape, until
-from tests.engine.openai_api import MODEL, Answer, ask
+from tests.engine.openai_api import MODEL, PATHS, Answer, ask, body_of, post
 from tests.engine.system import UP_TIMEOUT_S, forget_prefixes
 from workers import cores, lmcache
 from workers.process import Child, stop_all
 from workers.ready import free_ports, wait_ready
 
 CHUNK_TOKENS = lmcache.CHUNK_TOKENS
+SERVER = "node-1"
+"""The cache server's name; workers that use it have a label with it."""
+KNOWN_WITHIN_S = 40.0
+"""What a server stores or drops, it reports within seconds."""
 LEASE_S = 300.0
 """Of the profile."""
 SERVED_S = 60.0
@@ -146,6 +155,7 @@ class CacheServer:
     port: int
     http_port: int
     folder: Path
+    coordinator: str
     child: Child | None = None
 
     @property
@@ -160,6 +170,7 @@ class CacheServer:
         command = [sys.executable, "-m", "extproc", "cache-server", "--dram-gb", "0.5"]
         command += ["--disk", str(self.folder / "tier"), "--disk-gb", "0.5"]
         command += ["--port", str(self.port), "--http-port", str(self.http_port)]
+        command += ["--coordinator", self.coordinator, "--name", SERVER]
         self.child = Child("cache", command, log=self.folder / "cache.log")
         wait_ready(self.child, f"{self.url}/healthcheck", 60)
 
@@ -178,6 +189,35 @@ class CacheServer:
         return scrape(self.url).total(f"lmcache_mp_{name}")
 
 
+@dataclass
+class Coordinator:
+    """What knows what the cache server holds."""
+
+    port: int
+    folder: Path
+    child: Child | None = None
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "extproc", "cache-coordinator", "--port", str(self.port)]
+        self.child = Child("coordinator", command, log=self.folder / "coordinator.log")
+        wait_ready(self.child, f"http://{self.address}/healthz", 60)
+
+    def stop(self) -> int:
+        assert self.child is not None
+        return self.child.stop()
+
+    def lookup(self, token_ids: list[int], model: str) -> dict[str, Any]:
+        """LMCache's own answer about a prompt."""
+        question = {"token_ids": token_ids, "model_name": model, "world_size": 1, "cache_salt": ""}
+        found, _ = post(f"http://{self.address}/directory/lookup", json.dumps(question).encode())
+        answer: dict[str, Any] = json.loads(found)
+        return answer
+
+
 @dataclass(frozen=True)
 class Cached:
     """The running parts."""
@@ -187,6 +227,9 @@ class Cached:
     decode_url: str
     admin_url: str
     server: CacheServer
+    coordinator: Coordinator
+    prefill_events: str
+    """Where the prefill worker publishes what it holds, as the label for it says it: port/replay port."""
 
     def shown(self, name: str) -> float:
         """What the filter's metrics say of the cache server."""
@@ -196,23 +239,28 @@ class Cached:
 def baton_worker(role: str, model: Path, *options: str) -> list[str]:
     """The block size is one at which short prompts have several blocks."""
     command = [sys.executable, "-m", "extproc", "worker", "--role", role, "--profile", "cpu-demo", "--model", str(model)]
-    command += ["--served-model-name", MODEL, "--host", "127.0.0.1", "--kv-events-port", "0", *options]
+    command += ["--served-model-name", MODEL, "--host", "127.0.0.1", *options]
     return [*command, "--", "--block-size", str(BLOCK_SIZE_TOKENS)]
 
 
 @pytest.fixture(scope="module")
 def cached(tiny_model: Path) -> Iterator[Cached]:
     """Ended before the shared system starts: two cores do not carry both."""
-    cache_port, cache_http_port, front, admin, envoy_admin, *ports = free_ports(9)
+    cache_port, cache_http_port, coordinator_port, events, replay, front, admin, envoy_admin, *ports = free_ports(12)
     with ExitStack() as parts:
         # Not pytest's own temporary folder: a unix socket's path has at most 107 bytes.
         folder = Path(parts.enter_context(TemporaryDirectory(prefix="baton-")))
-        server = CacheServer(cache_port, cache_http_port, folder)
+        coordinator = Coordinator(coordinator_port, folder)
+        coordinator.start()
+        parts.callback(coordinator.stop)
+        server = CacheServer(cache_port, cache_http_port, folder, coordinator.address)
         server.start()
         parts.callback(server.stop)
         workers = []
         shares = cores.spread(2, cores.usable())
-        for index, (role, options) in enumerate((("prefill", ("--cache-server", f"127.0.0.1:{cache_port}")), ("decode", ()))):
+        keeps = ("--cache-server", f"127.0.0.1:{cache_port}")
+        tells = ("--kv-events-port", str(events), "--kv-events-replay-port", str(replay))
+        for index, (role, options) in enumerate((("prefill", keeps + tells), ("decode", ("--kv-events-port", "0")))):
             own = ",".join(map(str, shares[index]))
             ports_of = ("--port", str(ports[2 * index]), "--side-channel-port", str(ports[2 * index + 1]))
             child = Child(
@@ -246,7 +294,69 @@ def cached(tiny_model: Path) -> Iterator[Cached]:
         envoy = parts.enter_context(Child("envoy", envoy_command(find_envoy(), envoy_file), log=folder / "envoy.log"))
         wait_ready(envoy, f"http://{config.envoy.admin}/ready", 60)
         prefill_url, decode_url = (f"http://{address}" for address in addresses)
-        yield Cached(f"http://127.0.0.1:{front}", prefill_url, decode_url, f"http://127.0.0.1:{admin}", server)
+        urls = (f"http://127.0.0.1:{front}", prefill_url, decode_url, f"http://127.0.0.1:{admin}")
+        yield Cached(*urls, server, coordinator, f"{events}/{replay}")
+
+
+@dataclass(frozen=True)
+class Directed:
+    """A filter that asks the coordinator what the cache server holds."""
+
+    cached: Cached
+    front: Front
+
+    def count(self, name: str, **labels: str) -> float:
+        return self.front.metrics().total(name, **labels)
+
+    def explained(self, prompt: list[int]) -> tuple[int, str]:
+        """What would be found of a prompt if it came now, and who says so."""
+        question = {"path": PATHS["completions"], "body": body_of("completions", prompt, max_tokens=4)}
+        reply, _ = post(f"http://{self.front.config.admin}/debug/explain", json.dumps(question).encode())
+        decision = json.loads(reply)["decision"]["decision"]
+        return decision["cached_tokens"], decision["cached_by"]
+
+    def expects(self, prompt: list[int], tokens: int, by: str = "cache_server") -> float:
+        """Wait until so many tokens of a prompt would be found, on the word of ``by``; returns how many seconds that took."""
+        found: list[tuple[int, str]] = []
+
+        def good() -> bool:
+            found.append(self.explained(prompt))
+            return found[-1][0] == tokens and (not tokens or found[-1][1] == by)
+
+        try:
+            return until(good, KNOWN_WITHIN_S, every_s=0.2)
+        except AssertionError:
+            raise AssertionError(f"expected {tokens} by {by}, not {found[-1]}") from None
+
+    def evict(self) -> None:
+        """Both workers lose all that they hold, and say so. vLLM sends its events with a step, so it needs something to do."""
+        forget_prefixes(self.cached.prefill_url, self.cached.decode_url)
+        ask(self.cached.prefill_url, "completions", ids_of(0, 20), max_tokens=1, timeout_s=SERVED_S)
+
+    def ask_and_let_store(self, prompt: list[int]) -> Answer:
+        """An answer, once the coordinator knows that every whole chunk of the prompt is on the server's disk."""
+        answer = ask(self.front.url, "completions", prompt, max_tokens=4)
+        until(lambda: self.tiers(prompt) == [{"l1", "l2"}] * (len(prompt) // CHUNK_TOKENS), 20)
+        return answer
+
+    def tiers(self, prompt: list[int]) -> list[set[str]]:
+        """Of each whole chunk, where the coordinator says that the server has it."""
+        answer = self.cached.coordinator.lookup(prompt, self.model)
+        places = [key["placements"] for key in answer["results"]]
+        assert {each["instance_id"] for place in places for each in place} <= {SERVER}
+        return [{each["tier"] for each in place} for place in places]
+
+    @property
+    def model(self) -> str:
+        """What the prefill worker was started with, under which LMCache stores."""
+        with urllib.request.urlopen(f"{self.cached.prefill_url}/v1/models", timeout=10) as reply:
+            return str(json.load(reply)["data"][0]["root"])
+
+
+def ids_of(seed: int, tokens: int) -> list[int]:
+    """Token ids of the tiny model; no other prompt begins with these."""
+    rng = random.Random(seed)
+    return [rng.randrange(10, 250) for _ in range(tokens)]
 
 
 def long_prompt(factor: int) -> str:
@@ -340,6 +450,59 @@ def shown_status(cached: Cached) -> dict[str, Any]:
     assert shown["ready"]
     status: dict[str, Any] = {"lookup_tokens": None, **shown["cache_servers"][cached.server.address]}
     return status
+
+
+@pytest.fixture(scope="module")
+def directed(cached: Cached) -> Iterator[Directed]:
+    """A filter on the same workers that asks the coordinator."""
+    prefill, decode = (url.removeprefix("http://") for url in (cached.prefill_url, cached.decode_url))
+    labels = {"kv-events": cached.prefill_events, "cache": SERVER}
+    settings: dict[str, Any] = {
+        "workers": {"prefill": [{"address": prefill, "labels": labels}]},
+        "kv_events": {"enabled": True, "check_interval_s": 0.5},
+        "tokens": msgspec.to_builtins(TokenSettings()),
+        "policies": [{"name": "shown", "mode": "disaggregate", "explain": True}],
+        "handoff": {"lease_s": LEASE_S},
+        # Two cores, and all of this on them: what is tried is what the answer says.
+        "cache_store": {"enabled": True, "label": "cache", "directory": cached.coordinator.address, "directory_timeout_s": 2.0},
+    }
+    with another_front([prefill], [decode], settings) as running:
+        found = Directed(cached, running)
+        until(lambda: found.count("baton_kv_in_step", endpoint=prefill) == 1, 30)
+        yield found
+
+
+def test_a_prompt_that_only_the_cache_server_holds_is_counted_and_comes_from_it(directed: Directed) -> None:
+    cached, prompt = directed.cached, ids_of(1, 600)
+    kept = chunks_tokens(len(prompt))
+    first = directed.ask_and_let_store(prompt)
+    unknown = cached.coordinator.lookup(prompt, MODEL)
+    assert (unknown["chunks"], [key["placements"] for key in unknown["results"]]) == (2, [[], []]), (
+        "clients' name is not its own"
+    )
+    directed.evict()
+    directed.expects(prompt, kept)
+    before = directed.front.metrics()
+    asked = before.total("baton_cache_directory_total", outcome="hit") + before.total(
+        "baton_cache_directory_total", outcome="known"
+    )
+    use, hits = kv_use(cached.prefill_url), cached.server.total("lookup_hit_tokens_total")
+
+    answer = ask(directed.front.url, "completions", prompt, max_tokens=4)
+
+    assert answer == first
+    decision = answer.headers["x-baton-decision"]
+    assert decision.startswith("disaggregate"), decision
+    assert "cached-by=cache_server" in decision and f"cached={kept}" in decision, decision
+    prefill = kv_use_since(cached.prefill_url, use, prompt_tokens=len(prompt))
+    assert (prefill.external_tokens, prefill.computed_tokens) == (kept, len(prompt) - kept)
+    after = directed.front.metrics()
+    got = sum(after.total("baton_cache_directory_total", outcome=outcome) for outcome in ("hit", "known"))
+    assert got == asked + 1
+    for name in ("stored_expected", "expected", "found"):
+        assert after.total(f"baton_cache_{name}_tokens_total") - before.total(f"baton_cache_{name}_tokens_total") == kept, name
+    assert cached.server.total("lookup_hit_tokens_total") == hits + kept
+    until(lambda: cached.shown("hit_tokens_total") == cached.server.total("lookup_hit_tokens_total"), 20)
 
 
 def test_requests_are_served_while_the_cache_server_is_dead_and_its_disk_is_found_again(
