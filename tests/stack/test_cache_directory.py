@@ -8,7 +8,7 @@ import random
 import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,22 +26,53 @@ ROOT = MODEL
 """What the simulated engines say that they were started with."""
 
 
+class Coordinator:
+    """A process that goes on from its checkpoint when it is started again."""
+
+    def __init__(self, port: int, folder: Path) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+        self._log = folder / "coordinator.log"
+        self._command = [sys.executable, "-m", "extproc", "cache-coordinator", "--port", str(port)]
+        self._command += ["--checkpoint", str(folder / "directory.ckpt")]
+
+    async def start(self) -> None:
+        self._child = Child("coordinator", self._command, log=self._log)
+        await asyncio.to_thread(wait_ready, self._child, f"{self.url}/healthz", READY_S)
+
+    def stop(self) -> None:
+        self._child.stop()
+
+
 class Directory:
     """The coordinator, and servers that report to it."""
 
-    def __init__(self, address: str, http: aiohttp.ClientSession) -> None:
-        self.address = address
-        self._url = f"http://{address}"
+    def __init__(self, coordinator: Coordinator, http: aiohttp.ClientSession) -> None:
+        self.coordinator = coordinator
+        self._url = coordinator.url
         self._http = http
         self._numbers: dict[str, int] = {}
+        self._there: set[str] = set()
+
+    async def live(self) -> None:
+        """Servers that have joined say that they are there, until cancelled; if the coordinator does not know one, it joins."""
+        while True:
+            for server in sorted(self._there):
+                with suppress(aiohttp.ClientError):  # the coordinator may be away
+                    async with self._http.put(f"{self._url}/instances/{server}/heartbeat") as response:
+                        known = response.status == 200
+                    if not known and server in self._there:
+                        await self.join(server)
+            await asyncio.sleep(1)
 
     async def join(self, server: str) -> None:
+        self._there.add(server)
         async with self._http.post(
             f"{self._url}/instances", json={"instance_id": server, "ip": "127.0.0.1", "http_port": 1}
         ) as response:
             assert response.status == 200, await response.text()
 
     async def leave(self, server: str) -> None:
+        self._there.discard(server)
         async with self._http.delete(f"{self._url}/instances/{server}") as response:
             assert response.status == 204
 
@@ -79,15 +110,15 @@ async def directed(folder: Path) -> AsyncIterator[tuple[Stack, Directory]]:
     own_port, *ports = free_ports(13)
     options = SimOptions(speed=20, enable_prompt_tokens_details=True, mean_answer_tokens=8, handshake_s=0.0)
     address = f"127.0.0.1:{own_port}"
-    command = [sys.executable, "-m", "extproc", "cache-coordinator", "--port", str(own_port)]
+    coordinator = Coordinator(own_port, folder)
     async with AsyncExitStack() as parts:
-        child = parts.enter_context(Child("coordinator", command, log=folder / "coordinator.log"))
+        await coordinator.start()
+        parts.callback(coordinator.stop)
         for port, events, replay in zip(ports[:4], ports[4:8], ports[8:], strict=True):
             (made,) = worker_options(replace(options, port=port, kv_events_port=events, kv_events_replay_port=replay))
             engine = Worker(made)
             await engine.start()
             parts.push_async_callback(engine.stop)
-        await asyncio.to_thread(wait_ready, child, f"http://{address}/healthz", READY_S)
         workers = [f"127.0.0.1:{port}" for port in ports[:4]]
         labelled = [{"address": each, "labels": {"cache": name}} for each, name in zip(workers[:2], "ab", strict=True)]
         stack = Stack(
@@ -103,9 +134,11 @@ async def directed(folder: Path) -> AsyncIterator[tuple[Stack, Directory]]:
             },
         )
         http = await parts.enter_async_context(aiohttp.ClientSession())
-        directory = Directory(address, http)
+        directory = Directory(coordinator, http)
         await directory.join("a")
         await directory.join("b")
+        living = asyncio.create_task(directory.live())
+        parts.callback(living.cancel)
         await parts.enter_async_context(stack)
         await until(stack, all_in_step, "/healthz")
         yield stack, directory
@@ -172,3 +205,17 @@ async def test_the_disk_of_a_server_that_is_gone_does_not_count(tmp_path: Path) 
         assert (await directory.found(prompt))["results"][0]["placements"], "LMCache has it in its directory for good"
         await directory.join("a")
         await expects(stack, prompt, 768, 0)
+
+
+async def test_a_coordinator_that_is_started_again_goes_on_where_it_was(tmp_path: Path) -> None:
+    async with directed(tmp_path) as (stack, directory):
+        prompt = prompt_of(4)
+        await directory.report("a", "store", prompt)
+        await directory.report("b", "store", prompt[:512])
+        await directory.report("b", "store", prompt[:512], tier="l2")
+        await expects(stack, prompt, 768, 512)
+
+        directory.coordinator.stop()
+        await directory.coordinator.start()
+        assert len((await directory.found(prompt))["results"][0]["placements"]) == 3
+        await expects(stack, prompt, 768, 512)
