@@ -37,8 +37,16 @@ class Check(NamedTuple):
     @property
     def wrong(self) -> bool:
         """Whether that is more than time explains."""
-        off = abs(self.expected_tokens - self.found_tokens)
-        return off > max(_SLACK_TOKENS, _SLACK_SHARE * self.prompt_tokens)
+        return abs(self.expected_tokens - self.found_tokens) > self._slack_tokens
+
+    @property
+    def telling(self) -> bool:
+        """Whether it shows anything: where nothing was expected and nothing found, whoever forgot everything would be right."""
+        return max(self.expected_tokens, self.found_tokens) > self._slack_tokens
+
+    @property
+    def _slack_tokens(self) -> float:
+        return max(_SLACK_TOKENS, _SLACK_SHARE * self.prompt_tokens)
 
 
 class Truth:
@@ -53,7 +61,7 @@ class Truth:
 
     def note(self, address: str, check: Check) -> None:
         """A prompt was computed at ``address``."""
-        if check.source != "events":
+        if check.source != "events" or not check.telling:
             return
         if not check.wrong:
             self._wrong.pop(address, None)

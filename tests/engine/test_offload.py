@@ -82,7 +82,7 @@ class Known:
         """The last block of a prompt is in these tiers: all that came of it was told before that."""
         (source,) = self.holdings.sources(self.worker.address)
         key = TokenChain(array("I", prompt)).keys(BLOCK_SIZE_TOKENS)[-1]
-        return any(all(each.store.holds(key, each.number, tier.number) for tier in tiers) for each in source.holders())
+        return any(all(each.store.holds(key, each.number, tier.number) for tier in tiers) for each in source.groups.values())
 
     def findable(self, prompt: list[int]) -> int:
         """Tokens of a prompt that the engine should find. The GPU cache always leaves one token to compute, so that of a
