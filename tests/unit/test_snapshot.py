@@ -256,6 +256,7 @@ def test_whoever_gives_the_router_more_to_know_meets_this_test() -> None:
         ),
         *("sent_s", "state", "stuck", "undecided", "waiting", "whole_reason"),
         *("hits_s", "prefill_sent", "decode_sent", "check"),  # none of it where hits are given, and no worker is asked
+        *("prefill_rank", "decode_rank"),  # what its legs say once it is placed
     }
     assert set(Leg.__slots__) <= {
         *("_ended_s", "blocked_until_s", "busy_until_s", "claims", "external_requests", "external_s", "failures"),
