@@ -86,6 +86,16 @@ def test_of_a_prompt_that_is_larger_than_the_memory_the_beginning_is_kept_and_to
     assert len(host) == host.match([b"a", b"b", b"c"]) == 2
 
 
+def test_what_is_forgotten_is_told() -> None:
+    told: list[CacheEvent] = []
+    host = HostCache(5, 2, on_event=told.append)
+    keep(host, "a", "b")
+    told.clear()
+    host.clear()
+    host.clear()
+    assert (told, len(host)) == ([Removed((b"b", b"a"), "CPU")], 0)
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

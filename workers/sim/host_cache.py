@@ -60,8 +60,12 @@ class HostCache:
             self._on_event(self._part(stored, first, end))
 
     def clear(self) -> None:
-        """Forget all, and say nothing: whoever calls says that everything is gone."""
+        """Forget all, and say so. vLLM's ``/reset_prefix_cache?reset_external=true`` does not say it: its event is the one of a
+        cache that alone was emptied."""
+        gone = tuple(self._kv)
         self._kv.clear()
+        if gone and self._on_event is not None:
+            self._on_event(Removed(gone, MEDIUM))
 
     def _part(self, stored: Stored, first: int, end: int) -> Stored:
         size = self._block_size
