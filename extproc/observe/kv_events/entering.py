@@ -12,6 +12,9 @@ from extproc.observe.kv_events.events import BlockRemoved, BlockStored, Event, N
 from extproc.routing.engine_holdings import Source
 from extproc.routing.stored_blocks import PIECE_BLOCKS, ordering
 
+_FEW_BLOCKS = 64
+"""After so few nobody needs a turn."""
+
 _NOWHERE = object()
 """In place of a medium."""
 
@@ -76,13 +79,16 @@ class Entering:
         counts, source = self._counts, self._source
         if batch.cleared:
             yield from source.emptying(everywhere=self.wary)
-        stored = batch.stored
+        stored, since = batch.stored, 0
         try:
             for tier in sorted(stored):  # what is only a hash in a slower tier has its tokens in the GPU's
                 events = (yield from ordering(stored[tier])) if tier else stored[tier]
                 for blocks in source.entering(events, tier):
                     counts.stored += blocks
-                    yield
+                    since += blocks or PIECE_BLOCKS  # of a long event all are told with its first piece
+                    if since > _FEW_BLOCKS:
+                        yield
+                        since = 0
         except (OverflowError, TypeError, ValueError):
             self._on_fault()
             return
@@ -90,11 +96,16 @@ class Entering:
             counts.removed += len(hashes)
             for start in range(0, len(hashes), PIECE_BLOCKS):
                 source.removed(hashes[start : start + PIECE_BLOCKS], tier, group)
-                yield
+                since += len(hashes)
+                if since > _FEW_BLOCKS:
+                    yield
+                    since = 0
 
 
 class _Batch:
     """What it says, by tier."""
+
+    __slots__ = ("_counts", "cleared", "removed", "stored")
 
     def __init__(self, counts: Counts) -> None:
         self._counts = counts

@@ -12,6 +12,7 @@ import enum
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import zmq
@@ -83,7 +84,7 @@ class Follower:
         self._replay_timeout_s = replay_timeout_s
         self._check_interval_s = check_interval_s
         self._wake = wake
-        self._sockets = Sockets(context, max_message_bytes=max_batch_bytes, wake=lambda: wake(self))
+        self._sockets = Sockets(context, max_message_bytes=max_batch_bytes, wake=partial(wake, self), on_news=self._on_news)
         self._on_lag = on_lag
         self._clock = clock
         self._wall_clock = wall_clock
@@ -104,6 +105,8 @@ class Follower:
         """It may be another engine than the one whose batches were taken."""
         self._due = False
         """It has not been asked since that came up."""
+        self._news = False
+        """Something may have happened to the connection."""
         self._behind_since_s: float | None = None
         """Since then it is being asked, time and again."""
         self._refill: Sequence | None = None
@@ -183,13 +186,14 @@ class Follower:
     def work(self) -> bool:
         """One piece of work, of a fraction of a millisecond; whether there may be more."""
         if self._pieces is not None:
-            if next(self._pieces, self) is self:
-                self._pieces = None
-            return True
+            if next(self._pieces, self) is not self:
+                return True
+            self._pieces = None
         if self._asking:
             return self._work_on_replay()
         frames = receive(self._subscription)
-        if not idle(self._monitor):  # asked behind the batch: what it tells is older than what came over the connection
+        # Asked behind the batch: what it tells of a connection is older than what came over that.
+        if frames is not None or self._news:
             self._on_connection()
         if frames is not None:
             self._on_live(frames)
@@ -197,8 +201,15 @@ class Follower:
         # What nobody asked for is not kept.
         return not self._asking and self._replay is not None and receive(self._replay) is not None
 
+    def _on_news(self) -> None:
+        self._news = True
+        self._wake(self)
+
     def _on_connection(self) -> None:
         """It broke, or was made anew: then somebody else may be there."""
+        self._news = False
+        if idle(self._monitor):
+            return
         while (what := news(self._monitor)) is not None:
             if self._replay is None:
                 if self._sequence.next is not None:
@@ -319,7 +330,7 @@ class Follower:
         assert self._replay is not None
         frames = receive(self._replay)
         if frames is None:
-            if not idle(self._monitor):
+            if self._news:
                 self._on_connection()
             idle(self._subscription)  # what is published waits, but its descriptor must not say so all the time
             return False

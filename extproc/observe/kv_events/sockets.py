@@ -25,9 +25,13 @@ Socket = zmq.Socket[bytes]
 
 
 class Sockets:
-    """Makes them for one follower. ``wake`` is called when one of them may have something."""
+    """Makes them for one follower. ``wake`` is called when one of them may have something, ``on_news`` when one of those that
+    tell of connections may."""
 
-    def __init__(self, context: zmq.Context[Any], *, max_message_bytes: int, wake: Callable[[], None]) -> None:
+    def __init__(
+        self, context: zmq.Context[Any], *, max_message_bytes: int, wake: Callable[[], None], on_news: Callable[[], None]
+    ) -> None:
+        self._on_news = on_news
         self._context = context
         self._max_message_bytes = max_message_bytes
         self._wake = wake
@@ -46,7 +50,7 @@ class Sockets:
         monitor: Socket = socket.get_monitor_socket(MET | CUT)
         socket.connect(address)
         self._watch(socket)
-        self._watch(monitor)
+        self._watch(monitor, self._on_news)
         return socket, monitor
 
     def drop(self, socket: Socket) -> None:
@@ -70,10 +74,11 @@ class Sockets:
             socket.connect(address)
         return socket
 
-    def _watch(self, socket: Socket) -> None:
-        asyncio.get_running_loop().add_reader(socket.fileno(), self._wake)
+    def _watch(self, socket: Socket, wake: Callable[[], None] | None = None) -> None:
+        wake = wake or self._wake
+        asyncio.get_running_loop().add_reader(socket.fileno(), wake)
         # It may have become readable before it was watched.
-        self._wake()
+        wake()
 
 
 def receive(socket: Socket) -> list[bytes] | None:
