@@ -147,8 +147,8 @@ class Bench:
             for name in options.policies_at(share):
                 result = await self._one(plan(chosen), name, engines, trace, share, directory)
                 if result is not None and options.twin:
-                    late_s = result.late_ms["engines"] / 1e3 * options.speed
-                    found = await asyncio.to_thread(twin, name, chosen, setup, options.routers, late_s=late_s)
+                    late_s = {f"{kind}_s": result.late_ms[kind] / 1e3 * options.speed for kind in ("prefill", "decode")}
+                    found = await asyncio.to_thread(twin, name, chosen, setup, options.routers, **late_s)
                     if found is not None:
                         self.twins.append((result, found))
         if options.tenants:

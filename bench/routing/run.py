@@ -108,7 +108,7 @@ async def run(
             began_s, own_cpu_s = time.perf_counter(), time.process_time()
             children = [child for router in several for child in router.children]
             cpu = [cpu_s(engines.children), cpu_s(children)]
-            async with Lateness(http, engines.addresses) as late:
+            async with Lateness(http, {"prefill": engines.prefill, "decode": engines.decode}) as late:
                 ports = [router.port for router in several]
                 report = await replay(planned, "127.0.0.1", ports, speed=speed, timeout_s=_TIMEOUT_S, progress=progress)
             real_s = time.perf_counter() - began_s
@@ -134,7 +134,7 @@ async def run(
         late_ms={
             "sent": report.late_p99_s / speed * 1e3,
             "loop": percentile(late.loop_s, 0.99) * 1e3,
-            "engines": percentile(late.engine_s, 0.99) * 1e3,
+            **{kind: percentile(answers_s, 0.99) * 1e3 for kind, answers_s in late.engine_s.items()},
         },
     )
 

@@ -45,10 +45,12 @@ def twin_setup(options: EngineOptions) -> Setup:
     return Setup.with_caches(options.cache_tokens, options.host_tokens, prefill=options.prefill, decode=options.decode)
 
 
-def twin(name: str, requests: Sequence[Request], setup: Setup, count: int = 1, *, late_s: float = 0.0) -> Twin | None:
+def twin(
+    name: str, requests: Sequence[Request], setup: Setup, count: int = 1, *, prefill_s: float = 0.0, decode_s: float = 0.0
+) -> Twin | None:
     """One of Baton's policies on these requests, with so many filters; None for a peer, which the replay does not have.
 
-    ``late_s``: how late the steps of the real engines were, in simulated seconds.
+    ``prefill_s``, ``decode_s``: how late the steps of the real engines of each role were, in simulated seconds.
     """
     if CONTESTANTS[name].kind != "baton":
         return None
@@ -56,7 +58,7 @@ def twin(name: str, requests: Sequence[Request], setup: Setup, count: int = 1, *
     found = []
     for seed in range(REPLAYS):
         rng = random.Random(seed)  # noqa: S311 (not a secret)
-        moved, inexact = _moved(requests, rng), _inexact(setup, rng, late_s)
+        moved, inexact = _moved(requests, rng), _inexact(setup, rng, prefill_s, decode_s)
         settings = msgspec.structs.replace(routing_of(Routing(), inexact), seed=seed)
         dispatcher, watches = filters(inexact, settings, CONTESTANTS[name].index, count)
         replayed = replay(moved, dispatcher, inexact, lambda _: aims, watches=watches)
@@ -64,10 +66,14 @@ def twin(name: str, requests: Sequence[Request], setup: Setup, count: int = 1, *
     return Twin(_spread([each.goodput for each in found]), _spread([each.hit_ratio for each in found]))
 
 
-def _inexact(setup: Setup, rng: random.Random, late_s: float) -> Setup:
-    step_s = setup.profile.step_overhead_s + rng.uniform(0, late_s)
+def _inexact(setup: Setup, rng: random.Random, prefill_late_s: float, decode_late_s: float) -> Setup:
+    """The same draw for both roles: a machine that is late for one is late for the other."""
+    share = rng.random()
+    step_s = setup.profile.step_overhead_s + share * decode_late_s
+    of_prefill = setup.of_prefill[1]
+    slower = replace(of_prefill, step_overhead_s=of_prefill.step_overhead_s + share * prefill_late_s)
     hop_s = rng.uniform(setup.hop_s, max(setup.hop_s, _SLOWEST_HOP_S))
-    return replace(setup, hop_s=hop_s, profile=replace(setup.profile, step_overhead_s=step_s))
+    return replace(setup, hop_s=hop_s, profile=replace(setup.profile, step_overhead_s=step_s), prefill_profile=slower)
 
 
 def _moved(requests: Sequence[Request], rng: random.Random) -> list[Request]:

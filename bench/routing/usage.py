@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -34,12 +34,13 @@ class Lateness:
     An engine that cannot answer in time cannot end its steps in time either.
     """
 
-    def __init__(self, http: aiohttp.ClientSession, addresses: Sequence[str]) -> None:
+    def __init__(self, http: aiohttp.ClientSession, engines: Mapping[str, Sequence[str]]) -> None:
+        """``engines``: addresses, by what is said of them together."""
         self._http = http
-        self._addresses = addresses
+        self._engines_of = [(kind, address) for kind, addresses in engines.items() for address in addresses]
         self._tasks: list[asyncio.Task[None]] = []
         self.loop_s: list[float] = []
-        self.engine_s: list[float] = []
+        self.engine_s: dict[str, list[float]] = {kind: [] for kind in engines}
 
     async def __aenter__(self) -> Lateness:
         self._tasks = [asyncio.create_task(self._loop()), asyncio.create_task(self._engines())]
@@ -58,9 +59,9 @@ class Lateness:
 
     async def _engines(self) -> None:
         while True:
-            for address in self._addresses:
+            for kind, address in self._engines_of:
                 began_s = time.perf_counter()
                 with suppress(aiohttp.ClientError):
                     async with self._http.get(f"http://{address}/health"):
-                        self.engine_s.append(time.perf_counter() - began_s)
-                await asyncio.sleep(_PROBE_INTERVAL_S / len(self._addresses))
+                        self.engine_s[kind].append(time.perf_counter() - began_s)
+                await asyncio.sleep(_PROBE_INTERVAL_S / len(self._engines_of))
