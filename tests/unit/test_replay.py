@@ -193,9 +193,10 @@ def test_the_command_prints_a_table_or_json_and_says_what_is_wrong(trace_file, t
     of_hosts = {}
     for tokens in (0, 600_000):
         told = baton(
-            *("--trace", trace_file, "--requests", 200, "--policy", "baton", "--cache-tokens", 90_000, "--json"),
+            *("--trace", trace_file, "--requests", 200, "--policy", "baton", "--cache-tokens", 200_000, "--json"),
             *("--host-cache-tokens", tokens, "--index", "events"),
         )
+        assert told.exit_code == 0, told.output
         of_hosts[tokens] = json.loads(told.stdout)["lines"][0]["summary"]["hit_ratio"]
     assert of_hosts[600_000] > 1.1 * of_hosts[0], "what the caches have lost comes from the hosts' memory"
 

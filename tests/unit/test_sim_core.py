@@ -81,6 +81,17 @@ def test_an_answer_is_the_expected_one_however_the_prefill_is_chunked() -> None:
         assert bench.pool.free_blocks == 64
 
 
+def test_who_was_preempted_and_finds_all_but_a_token_in_the_cache_has_blocks_for_what_it_gets() -> None:
+    bench = Bench(decode_burst_tokens=16)
+    prompt = list(range(200, 220))
+    sequence = bench.add("a", prompt, 60)
+    bench.run(steps=2)
+    assert len(sequence.token_ids) == 37, "nine full blocks, and one token that has no KV yet"
+    assert not bench.core._grow(sequence, 10_000), "there are no blocks for so much: it is preempted"
+    bench.run()
+    assert (sequence.preemptions, bench.text["a"]) == (1, expected_text(prompt, 60, mean_answer_tokens=0))
+
+
 def test_a_chunked_prefill_takes_no_more_than_the_budget_a_step() -> None:
     bench = Bench(max_num_batched_tokens=8)
     bench.add("a", PROMPT, 2)

@@ -267,7 +267,8 @@ class Core:
                 continue
             sequence.status = Status.RUNNING
             self.running.append(sequence)
-            tokens = min(self._wanted(sequence), budget)
+            # One that was preempted may miss a single token: it has blocks for that, and for no burst.
+            tokens = min(len(sequence.token_ids) - sequence.computed, budget)
             self._put(plan, sequence, tokens)
             budget -= tokens
         return plan
