@@ -33,6 +33,9 @@ from extproc.warm_up import WarmUp
 from extproc.xds_server import EndpointServer
 
 _SWEEP_S = 0.5
+_ENVOY_LEARNS_S = 0.5
+"""Envoy is told of a new worker at once, and has no word for when all of its threads know it: some tens of milliseconds later.
+A request that names a worker before that is answered 503."""
 _FIRST_LOOK_S = 5.0
 """How long the start waits for DNS and the like, before Envoy is told that there is nobody."""
 
@@ -82,6 +85,7 @@ class Fleet:
             self._on_probe,
             own_headers=own_headers,
             link=link,
+            settle_s=_ENVOY_LEARNS_S,
             on_failure=lambda kind: metrics.probe_failures.labels(kind).inc(),
         )
         self._discovery = Discovery(

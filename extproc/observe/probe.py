@@ -45,11 +45,14 @@ class Prober:
         *,
         own_headers: Mapping[str, str],
         link: WorkerLink = PLAIN,
+        settle_s: float = 0.0,
         on_failure: Callable[[str], None] = lambda _kind: None,
     ) -> None:
-        """``own_headers``: see :mod:`extproc.worker_key`. ``on_failure`` is told the kind of each failed probe: ``status``,
-        ``timeout``, ``unreachable`` or ``tls``."""
+        """``own_headers``: see :mod:`extproc.worker_key`. ``settle_s``: an endpoint that comes later than the first ones is
+        live so much later at the earliest, for others have to hear of it before they can be sent there. ``on_failure`` is told
+        the kind of each failed probe: ``status``, ``timeout``, ``unreachable`` or ``tls``."""
         self._link = link
+        self._settle_s = settle_s
         self._on_failure = on_failure
         self._faults: dict[str, str] = {}
         self._headers = own_headers
@@ -65,6 +68,7 @@ class Prober:
         # A new connection each time shows that the worker takes some; with TLS, that would be a handshake for each.
         connector = aiohttp.TCPConnector(limit=0, force_close=self._link.context is None)
         watched: dict[Endpoint, asyncio.Task[None]] = {}
+        wait_s = 0.0
         async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session, asyncio.TaskGroup() as tasks:
             while True:
                 present = set(self._pool.endpoints)
@@ -72,7 +76,8 @@ class Prober:
                     watched.pop(endpoint).cancel()
                     self._faults.pop(endpoint.address, None)
                 for endpoint in present - watched.keys():
-                    watched[endpoint] = tasks.create_task(self._watch(session, endpoint))
+                    watched[endpoint] = tasks.create_task(self._watch(session, endpoint, wait_s))
+                wait_s = self._settle_s
                 self._others.clear()
                 await self._others.wait()
 
@@ -84,7 +89,8 @@ class Prober:
         """``ip:port`` -> what is wrong with a worker whose last probe failed."""
         return dict(self._faults)
 
-    async def _watch(self, session: aiohttp.ClientSession, endpoint: Endpoint) -> None:
+    async def _watch(self, session: aiohttp.ClientSession, endpoint: Endpoint, wait_s: float) -> None:
+        await asyncio.sleep(wait_s)
         good = bad = beat = 0
         while True:
             fault = await self._probe(session, endpoint)
