@@ -138,8 +138,9 @@ class Fleet:
         self._stale_files.set()
 
     async def first_look(self) -> None:
-        """Wait until every source of workers has been asked once."""
+        """Wait until every source of workers has been asked once. Requests can come after that."""
         await self._discovery.first_look(_FIRST_LOOK_S)
+        self._prober.serving()
 
     def status(self) -> dict[str, Any]:
         """For people."""

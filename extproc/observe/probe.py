@@ -48,11 +48,14 @@ class Prober:
         settle_s: float = 0.0,
         on_failure: Callable[[str], None] = lambda _kind: None,
     ) -> None:
-        """``own_headers``: see :mod:`extproc.worker_key`. ``settle_s``: an endpoint that comes later than the first ones is
-        live so much later at the earliest, for others have to hear of it before they can be sent there. ``on_failure`` is told
-        the kind of each failed probe: ``status``, ``timeout``, ``unreachable`` or ``tls``."""
+        """``own_headers``: see :mod:`extproc.worker_key`. ``settle_s``: an endpoint that comes after :meth:`serving` is live so
+        much later at the earliest, for others have to hear of it before they can be sent there. ``on_failure`` is told the kind
+        of each failed probe: ``status``, ``timeout``, ``unreachable`` or ``tls``."""
         self._link = link
         self._settle_s = settle_s
+        self._serving = False
+        self._waits_s: dict[Endpoint, float] = {}
+        """How long each endpoint that came is not asked at first."""
         self._on_failure = on_failure
         self._faults: dict[str, str] = {}
         self._headers = own_headers
@@ -68,22 +71,28 @@ class Prober:
         # A new connection each time shows that the worker takes some; with TLS, that would be a handshake for each.
         connector = aiohttp.TCPConnector(limit=0, force_close=self._link.context is None)
         watched: dict[Endpoint, asyncio.Task[None]] = {}
-        wait_s = 0.0
         async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session, asyncio.TaskGroup() as tasks:
             while True:
                 present = set(self._pool.endpoints)
                 for endpoint in watched.keys() - present:
                     watched.pop(endpoint).cancel()
                     self._faults.pop(endpoint.address, None)
+                    self._waits_s.pop(endpoint, None)
                 for endpoint in present - watched.keys():
+                    wait_s = self._waits_s.get(endpoint, 0.0)
                     watched[endpoint] = tasks.create_task(self._watch(session, endpoint, wait_s))
-                wait_s = self._settle_s
                 self._others.clear()
                 await self._others.wait()
 
     def sync(self) -> None:
         """The pool has other endpoints than before."""
+        for endpoint in self._pool.endpoints:
+            self._waits_s.setdefault(endpoint, self._settle_s if self._serving else 0.0)
         self._others.set()
+
+    def serving(self) -> None:
+        """From now on requests come: who comes later has to be heard of first."""
+        self._serving = True
 
     def faults(self) -> dict[str, str]:
         """``ip:port`` -> what is wrong with a worker whose last probe failed."""

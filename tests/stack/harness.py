@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import shutil
 import signal
@@ -22,6 +21,7 @@ from extproc.envoy_yaml import render
 from extproc.stack import envoy_command, filter_command, find_envoy
 from tests.stack.envoy_sees import until_answers, until_filters_seen
 from tests.stack.fake_worker import FakeWorker, decode_answer, prefill_answer
+from tests.stack.logged import lines, until_logged
 from workers.process import Child
 from workers.ready import free_ports
 
@@ -32,7 +32,11 @@ BODY_MODE = os.environ.get("BATON_TEST_BODY_MODE", "buffered")
 
 
 class Stack:
-    """Envoy, filter and fake workers. ``settings`` overrides fields of the configuration, by section."""
+    """Envoy, filter and fake workers. ``settings`` overrides fields of the configuration, by section.
+
+    ``started``: its own workers run from the beginning. ``ready``: it is entered when requests can be served, and each own
+    worker that the configuration names is live or at fault; by default if its own workers run.
+    """
 
     def __init__(
         self,
@@ -40,6 +44,7 @@ class Stack:
         prefill: int = 1,
         decode: int = 2,
         started: bool = True,
+        ready: bool | None = None,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
         front, admin, filter_admin, *workers = free_ports(3 + prefill + decode)
@@ -50,6 +55,7 @@ class Stack:
         self.admin = f"http://127.0.0.1:{filter_admin}"
         self.envoy_admin = f"http://127.0.0.1:{admin}"
         self._started = started
+        self._ready = started if ready is None else ready
         tree: dict[str, Any] = {
             "workers": {"prefill": [w.address for w in self.prefill], "decode": [w.address for w in self.decode]},
             "listen": f"unix:{self.directory}/extproc.sock",
@@ -101,8 +107,9 @@ class Stack:
                     timeout=aiohttp.ClientTimeout(total=60),
                 )
             )
-            if self._started:
+            if self._ready:
                 await self._wait(self.filter, f"{self.admin}/healthz", (200,))
+                await self._named_live()
             await self.ext_proc_seen()
             self._parts = parts.pop_all()
         return self
@@ -118,6 +125,18 @@ class Stack:
 
     async def _wait(self, child: Child, url: str, statuses: tuple[int, ...]) -> None:
         await until_answers(child, url, READY_S, statuses)
+
+    async def _named_live(self) -> None:
+        """Readiness takes one worker of each kind; a test that counts requests has all in mind. Those at fault are not live."""
+        workers = self.config.workers
+        named = {each if isinstance(each, str) else each.address for each in (*workers.prefill, *workers.decode)}
+        awaited = named & {worker.address for worker in (*self.prefill, *self.decode)}
+        async with asyncio.timeout(READY_S), aiohttp.ClientSession() as session:
+            while awaited:
+                async with session.get(f"{self.admin}/healthz") as response:
+                    status = await response.json()
+                awaited -= {*status["live"]["prefill"], *status["live"]["decode"], *status["faults"]}
+                await asyncio.sleep(0.02)
 
     async def ext_proc_seen(self, *, again: bool = False) -> None:
         """Until Envoy's health check has found the filter. ``again``: after it was away."""
@@ -141,7 +160,12 @@ class Stack:
         }
 
     def log_lines(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.filter.log.read_text().splitlines() if line.startswith("{")]
+        """What the filter has written so far: a line comes up to 50 ms after the fact."""
+        return lines(self.filter.log)
+
+    async def logged(self, event: str, count: int = 1, **fields: Any) -> list[dict[str, Any]]:
+        """See :func:`tests.stack.logged.until_logged`."""
+        return await until_logged(self.filter.log, event, count, **fields)
 
     def signal_filter(self, number: signal.Signals) -> None:
         for pid in self.filter.pids():

@@ -29,6 +29,7 @@ from extproc.stack import envoy_command, filter_command, find_envoy
 from tests.stack.envoy_sees import until_answers
 from tests.stack.fake_worker import FakeWorker, decode_answer, prefill_answer
 from tests.stack.harness import TRANSPORT
+from tests.stack.logged import lines, until_logged
 from workers.process import Child
 from workers.ready import free_ports
 
@@ -176,7 +177,10 @@ class Mesh:
                 await asyncio.sleep(0.05)
 
     def log_lines(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.picker.log.read_text().splitlines() if line.startswith("{")]
+        return lines(self.picker.log)
+
+    async def logged(self, event: str, count: int = 1, **fields: Any) -> list[dict[str, Any]]:
+        return await until_logged(self.picker.log, event, count, **fields)
 
     async def ask(self, path: str = "/v1/chat/completions", **more: Any) -> tuple[int, str, Mapping[str, str]]:
         headers = more.pop("headers", {})

@@ -125,6 +125,7 @@ async def directed(folder: Path) -> AsyncIterator[tuple[Stack, Directory]]:
             prefill=0,
             decode=0,
             started=False,
+            ready=True,
             settings={
                 "workers": {"prefill": labelled, "decode": workers[2:]},
                 "kv_events": {"enabled": True},

@@ -56,7 +56,7 @@ async def test_a_prefill_that_the_sidecar_makes_counts_until_the_answer_begins()
         await until(lambda: bool(stack.decode[0].received))
         assert await in_flight("prefill", stack.prefill[0]) == 1
         begun.set()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while await in_flight("prefill", stack.prefill[0]) != 0:
                 await asyncio.sleep(0.02)
         assert await in_flight("decode", stack.decode[0]) == 1
@@ -99,7 +99,7 @@ async def test_push_sends_both_legs_at_once_under_one_id() -> None:
         await asyncio.sleep(0.1)
         decode_gate.set()
         assert (await asked)[0] == 200
-        async with asyncio.timeout(5):  # the filter hears of the end after the client does
+        async with asyncio.timeout(20):  # the filter hears of the end after the client does
             while any(value for name, value in (await stack.metrics()).items() if "endpoint_in_flight" in name):
                 await asyncio.sleep(0.02)
 
@@ -107,7 +107,7 @@ async def test_push_sends_both_legs_at_once_under_one_id() -> None:
 async def test_push_does_not_let_a_decode_outlive_the_failure_of_its_prefill() -> None:
     async with with_connector("nixl_push") as stack:
         stack.prefill[0].answer, stack.decode[0].answer = answering(500), hang
-        status, answer, _ = await asyncio.wait_for(post(stack, "/v1/completions", PROMPT), 5)
+        status, answer, _ = await asyncio.wait_for(post(stack, "/v1/completions", PROMPT), 20)
         assert status == 502 and error_of(answer)["code"] == "prefill_failed"
         await until(lambda: stack.decode[0].last.gone_at is not None)
 

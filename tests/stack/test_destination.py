@@ -325,7 +325,7 @@ async def test_sources_of_workers_cannot_name_just_any_address(tmp_path: Path) -
         async with stack:
             async with stack.http.post(PATH, data=BODY, headers={"content-type": "application/json"}) as response:
                 assert response.status == 200
-            refused = {line["endpoint"] for line in stack.log_lines() if line["event"] == "endpoint_refused"}
+            refused = {line["endpoint"] for line in await stack.logged("endpoint_refused", 4)}
             assert refused == {"169.254.169.254:80", "127.0.0.2:80", f"[::1]:{outsider.port}", "224.0.0.1:80"}
             assert (await stack.metrics())['baton_endpoints_refused_total{source="file"}'] == 4
             eds = (stack.directory / "eds" / "decode.json").read_text()

@@ -56,7 +56,7 @@ async def test_a_pool_is_served_with_a_handoff_by_the_options_of_a_chart(monkeyp
             assert (code, headers[HEADER]) == (200, mesh.decode[0].address)
             assert "kv_transfer_params" in mesh.decode[0].last.json
             assert len(mesh.prefill[0].received) == 1
-            (line,) = [line for line in mesh.log_lines() if line["event"] == "options_ignored"]
+            (line,) = await mesh.logged("options_ignored")
             assert line["options"] == ["-v", "--zap-encoder"]
             await mesh.at_rest()
 

@@ -165,7 +165,7 @@ async def test_an_envoy_that_shows_no_certificate_gets_an_error_and_nothing_hang
             assert (await mesh.ask())[0] == 500
         if transport == "lean":
             assert await mesh.metric('baton_tls_handshakes_total{outcome="no_certificate"}') >= 1
-            assert [line for line in mesh.log_lines() if line["event"] == "tls_handshake_failed"]
+            await mesh.logged("tls_handshake_failed")
 
 
 async def test_an_envoy_that_trusts_another_authority_gets_an_error_and_the_picker_says_why(tmp_path: Path) -> None:
@@ -175,5 +175,5 @@ async def test_an_envoy_that_trusts_another_authority_gets_an_error_and_the_pick
     async with Mesh(transport="lean", settings=settings, tls=verifying(Authority(tmp_path / "other"))) as mesh:
         async with asyncio.timeout(10):
             assert (await mesh.ask())[0] == 500
-        await mesh.until(lambda: any(line["event"] == "tls_handshake_failed" for line in mesh.log_lines()))
+        await mesh.logged("tls_handshake_failed")
         assert await mesh.metric('baton_tls_handshakes_total{outcome="not_trusted"}') >= 1

@@ -104,7 +104,7 @@ async def test_another_decode_worker_of_the_pool_can_fetch_the_blocks_and_counts
         assert await mesh.metric(by("pool")) == 1
         assert await mesh.metric("baton_served_elsewhere_total") == 1
         assert await mesh.metric("baton_handoffs_lost_total") == 0
-        (line,) = [line for line in mesh.log_lines() if line["event"] == "served_elsewhere"]
+        (line,) = await mesh.logged("served_elsewhere")
         assert (line["chosen"], line["served"]) == (chosen.address, other.address)
         await mesh.at_rest()
         assert releases(mesh) == []

@@ -108,7 +108,7 @@ async def test_what_is_explained_is_what_then_happens_and_a_snapshot_says_the_sa
 
 async def test_asking_takes_no_turn_and_counts_nothing(told: Stack) -> None:
     question = json.dumps({"path": PATH, "body": json.loads(LONG)}).encode()
-    async with asyncio.timeout(5):  # the end of the last answer comes to the filter a moment after it came to the client
+    async with asyncio.timeout(20):  # the end of the last answer comes to the filter a moment after it came to the client
         while (before := await ask(told, "GET", "/debug/snapshot?index=1"))[1]["in_flight"]:
             await asyncio.sleep(0.02)
     answers = [await ask(told, "POST", "/debug/explain", question) for _ in range(4)]

@@ -93,6 +93,7 @@ async def turns(*, decodes: int = 1, options: SimOptions = OPTIONS, **settings: 
             prefill=0,
             decode=0,
             started=False,
+            ready=True,
             settings={
                 "workers": {"prefill": addresses[:1], "decode": addresses[1:]},
                 "tokens": {"ask_workers": "tokenize", "timeout_ms": 5_000},
@@ -301,6 +302,7 @@ async def test_a_worker_without_it_is_asked_once_and_then_left_alone() -> None:
             prefill=0,
             decode=0,
             started=False,
+            ready=True,
             settings={
                 "workers": {"prefill": [engines[0].address], "decode": [engines[1].address]},
                 "tokens": {"ask_workers": "tokenize", "timeout_ms": 5_000},

@@ -37,6 +37,7 @@ async def precise(**settings: Any) -> AsyncIterator[tuple[Stack, list[Worker]]]:
             prefill=0,
             decode=0,
             started=False,
+            ready=True,
             settings={
                 "workers": {"prefill": addresses[:2], "decode": addresses[2:]},
                 "kv_events": {"enabled": True},

@@ -192,7 +192,7 @@ async def test_a_process_that_is_killed_leaves_the_other_serving_and_is_started_
         async with asyncio.timeout(20):
             while (await stack.of("baton_requests_total"))["1"] <= served["1"]:  # until Envoy has found it again
                 assert set(await asyncio.gather(*(prompt(stack, f"prompt {n}") for n in range(20)))) == {200}
-        [ended] = [line for line in stack.log_lines() if line["event"] == "process_ended"]
+        [ended] = await stack.logged("process_ended")
         assert (ended["process"], ended["how"]) == (1, "was ended by SIGKILL")
 
 
@@ -241,7 +241,7 @@ async def test_a_drain_finishes_the_requests_of_both_and_no_line_is_lost() -> No
         assert [(await task)[:2] for task in open_requests] == [(200, b"begun done")] * 12
         await until(lambda: stack.filter.poll() is not None, 15)
         assert stack.filter.poll() == 0
-        closed = [line for line in stack.log_lines() if line["event"] == "access_log_closed"]
+        closed = await stack.logged("access_log_closed", 2)
         assert len(closed) == 2
         assert (sum(line["lines"] for line in closed), sum(line["lost"] for line in closed)) == (total, 0)
         assert not any(psutil.pid_exists(pid) for pid in pids)

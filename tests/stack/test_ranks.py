@@ -39,6 +39,7 @@ async def ranked(
             prefill=0,
             decode=0,
             started=False,
+            ready=True,
             settings={
                 "workers": {"prefill": workers, "decode": [decode.address]},
                 "kv_events": {"enabled": True},

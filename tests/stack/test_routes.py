@@ -365,4 +365,4 @@ async def test_a_route_that_does_not_know_the_pool_is_a_503_that_is_counted(monk
         status, answer, served = await ask(stack, "qwen")
         assert (status, served, error_of(answer)["code"]) == (503, None, "upstream_unavailable")
         assert (await stack.metrics())["baton_unknown_to_envoy_total"] == 1
-        assert any(each["event"] == "unknown_to_envoy" and each["pool"] == "qwen" for each in stack.log_lines())
+        await stack.logged("unknown_to_envoy", pool="qwen")

@@ -32,6 +32,7 @@ async def taught(**tokens: Any) -> AsyncIterator[Stack]:
             prefill=0,
             decode=0,
             started=False,
+            ready=True,
             settings={
                 "workers": {"prefill": [f"127.0.0.1:{ports[0]}"], "decode": [f"127.0.0.1:{ports[1]}"]},
                 "tokens": {"timeout_ms": 5_000, **tokens},

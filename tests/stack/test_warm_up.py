@@ -252,7 +252,7 @@ async def test_a_prefill_worker_whose_blocks_nobody_can_reach_is_named_and_the_o
         answers = await asyncio.gather(*(ask(stack, f"question {number}") for number in range(10)))
         assert [code for code, _ in answers] == [200] * 10
         assert (len(prompts(bad)), len(prompts(good))) == (0, 10)
-        lines = [line for line in stack.log_lines() if line["event"] == "pair_given_up"]
+        lines = await stack.logged("pair_given_up", 2)
         assert {line["prefill"] for line in lines} == {bad.address}
 
         await bad.worker.clear_faults()
@@ -287,7 +287,7 @@ async def test_a_pool_that_cannot_be_warmed_serves_all_the_same_after_a_while() 
         assert (await early)[0] == 200
         assert (await stack.metrics())['baton_fallbacks_total{kind="unwarmed"}'] == 1
         assert (await health(stack))[0] == 200
-        assert [line["event"] for line in stack.log_lines() if line["event"] == "serving_unwarmed"] == ["serving_unwarmed"]
+        assert len(await stack.logged("serving_unwarmed")) == 1
 
 
 async def test_a_worker_that_comes_by_discovery_is_warmed_before_it_is_used() -> None:
@@ -304,7 +304,7 @@ async def test_a_worker_that_comes_by_discovery_is_warmed_before_it_is_used() ->
         assert (await stack.metrics())["baton_endpoints_warming"] == 1, "its handshake is still under way"
         assert [code for code, _ in answers] == [200] * 6
         assert prompts(new) == []
-        assert [line["endpoint"] for line in stack.log_lines() if line["event"] == "worker_warming"][-1] == new.address
+        await stack.logged("worker_warming", endpoint=new.address)
         await until_warm(stack, 2)
         assert len(meetings(new)) == 1
         answers = await asyncio.gather(*(ask(stack, f"late {number}") for number in range(8)))

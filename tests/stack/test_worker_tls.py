@@ -135,7 +135,7 @@ async def test_worker_that_is_not_believed_gets_nothing_and_is_named(
     odd, good = stack.decode
     odd.tls = shown(site)
     async with stack:
-        await until(lambda: any(line["event"] == "endpoint_not_live" for line in stack.log_lines()))
+        await stack.logged("endpoint_not_live")
         for _ in range(3):
             assert (await ask(stack))[0] == 200
         assert odd.received == []
@@ -143,7 +143,7 @@ async def test_worker_that_is_not_believed_gets_nothing_and_is_named(
         faults = (await health(stack))["faults"]
         assert words in faults[odd.address]
         assert faults.keys() == {odd.address}
-        (line,) = [line for line in stack.log_lines() if line["event"] == "endpoint_not_live"]
+        (line,) = await stack.logged("endpoint_not_live")
         assert line["endpoint"] == odd.address and words in line["fault"]
         assert (await stack.metrics())['baton_probe_failures_total{kind="tls"}'] > 0
 
@@ -155,7 +155,7 @@ async def test_worker_that_does_not_believe_us_is_named(site: Site) -> None:
     for worker in others:
         worker.tls = site.worker.server()
     async with stack:
-        await until(lambda: any(line["event"] == "endpoint_not_live" for line in stack.log_lines()))
+        await stack.logged("endpoint_not_live")
         assert (await ask(stack))[0] == 200
         faults = (await health(stack))["faults"]
         assert "does it want a certificate of ours" in faults[strict.address]
@@ -287,7 +287,7 @@ async def test_skipping_verification_is_said_loudly(site: Site) -> None:
         worker.tls = other_authority(site)
     async with stack:
         assert (await ask(stack))[0] == 200
-        (line,) = [line for line in stack.log_lines() if line["event"] == "insecure_workers"]
+        (line,) = await stack.logged("insecure_workers")
         assert line["level"] == "warning"
 
 
@@ -295,5 +295,5 @@ async def test_key_that_others_may_read_is_told(site: Site) -> None:
     """A private key with mode 644 is used, with a warning that names the file."""
     site.caller.key.chmod(0o644)
     async with site.stack() as stack:
-        (line,) = [line for line in stack.log_lines() if line["event"] == "secret_open_to_others"]
+        (line,) = await stack.logged("secret_open_to_others")
         assert str(site.caller.key) in line["why"]
