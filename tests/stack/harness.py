@@ -170,3 +170,8 @@ class Stack:
     def signal_filter(self, number: signal.Signals) -> None:
         for pid in self.filter.pids():
             os.kill(pid, number)
+
+
+def beside(workers: Mapping[str, Any], **sections: Any) -> Stack:
+    """Envoy and filter for workers that the test runs itself: it has started them, and they are awaited."""
+    return Stack(prefill=0, decode=0, started=False, ready=True, settings={"workers": workers, **sections})

@@ -15,7 +15,7 @@ from typing import Any
 
 import aiohttp
 
-from tests.stack.harness import READY_S, Stack
+from tests.stack.harness import READY_S, Stack, beside
 from tests.stack.test_precise import MODEL, all_in_step, until
 from workers.process import Child
 from workers.ready import free_ports, wait_ready
@@ -121,18 +121,12 @@ async def directed(folder: Path) -> AsyncIterator[tuple[Stack, Directory]]:
             parts.push_async_callback(engine.stop)
         workers = [f"127.0.0.1:{port}" for port in ports[:4]]
         labelled = [{"address": each, "labels": {"cache": name}} for each, name in zip(workers[:2], "ab", strict=True)]
-        stack = Stack(
-            prefill=0,
-            decode=0,
-            started=False,
-            ready=True,
-            settings={
-                "workers": {"prefill": labelled, "decode": workers[2:]},
-                "kv_events": {"enabled": True},
-                "tokens": {},
-                "policies": [{"name": "default", "mode": "disaggregate"}],
-                "cache_store": {"enabled": True, "label": "cache", "directory": address, "directory_timeout_s": 5.0},
-            },
+        stack = beside(
+            {"prefill": labelled, "decode": workers[2:]},
+            kv_events={"enabled": True},
+            tokens={},
+            policies=[{"name": "default", "mode": "disaggregate"}],
+            cache_store={"enabled": True, "label": "cache", "directory": address, "directory_timeout_s": 5.0},
         )
         http = await parts.enter_async_context(aiohttp.ClientSession())
         directory = Directory(coordinator, http)

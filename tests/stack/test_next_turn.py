@@ -11,9 +11,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.stack.harness import BODY_MODE, READY_S, Stack
-from workers.ready import free_ports
-from workers.sim.options import SimOptions, worker_options
+from tests.stack.harness import BODY_MODE, READY_S, Stack, beside
+from workers.sim.local import running
+from workers.sim.options import SimOptions
 from workers.sim.prompts import Model, expected_answer
 from workers.sim.worker import Worker
 
@@ -24,6 +24,14 @@ OPTIONS = SimOptions(speed=20, mean_answer_tokens=0, handshake_s=0.0, bidirectio
 SHOWN = {"body_mode": "buffered" if BODY_MODE == "full_duplex" else BODY_MODE}
 """With `full_duplex` Envoy cannot show the body of an answer, and the configuration is refused."""
 TURN = {"enabled": True, "ttl_s": 60.0, "margin_s": 1.0}
+SECTIONS: dict[str, Any] = {
+    "tokens": {"ask_workers": "tokenize", "timeout_ms": 5_000},
+    "policies": [{"name": "default", "mode": "disaggregate"}],
+    "routing": {"handshake_s": 0.0, "prefill_tokens_per_s": 100.0},
+    "scrape": {"interval_s": 0.2},
+    "handoff": {"next_turn": TURN},
+    "envoy": SHOWN,
+}
 
 
 class World:
@@ -79,31 +87,12 @@ class World:
 
 @asynccontextmanager
 async def turns(*, decodes: int = 1, options: SimOptions = OPTIONS, **settings: Any) -> AsyncIterator[World]:
-    ports = free_ports(1 + decodes)
     async with AsyncExitStack() as parts:
-        engines = []
-        for port in ports:
-            (made,) = worker_options(replace(options, port=port))
-            engine = Worker(made)
-            await engine.start()
-            parts.push_async_callback(engine.stop)
-            engines.append(engine)
+        engines = await parts.enter_async_context(running(replace(options, port=0, workers=1 + decodes)))
         addresses = [engine.address for engine in engines]
-        stack = Stack(
-            prefill=0,
-            decode=0,
-            started=False,
-            ready=True,
-            settings={
-                "workers": {"prefill": addresses[:1], "decode": addresses[1:]},
-                "tokens": {"ask_workers": "tokenize", "timeout_ms": 5_000},
-                "policies": [{"name": "default", "mode": "disaggregate"}],
-                "routing": {"handshake_s": 0.0, "prefill_tokens_per_s": 100.0},
-                "scrape": {"interval_s": 0.2},
-                "handoff": {"next_turn": TURN},
-                "envoy": SHOWN,
-                **settings,
-            },
+        stack = beside(
+            {"prefill": addresses[:1], "decode": addresses[1:]},
+            **SECTIONS | settings,
         )
         await parts.enter_async_context(stack)
         world = World(stack, engines)
@@ -289,30 +278,14 @@ async def test_more_conversations_than_are_remembered() -> None:
 
 async def test_a_worker_without_it_is_asked_once_and_then_left_alone() -> None:
     """A prefill worker without `bidirectional_kv_xfer` never answers a prefill with blocks. That costs one attempt."""
-    ports = free_ports(2)
     async with AsyncExitStack() as parts:
-        engines = []
-        for port, both_ways in zip(ports, (False, True), strict=True):
-            (made,) = worker_options(replace(OPTIONS, port=port, bidirectional_kv_xfer=both_ways))
-            engine = Worker(made)
-            await engine.start()
-            parts.push_async_callback(engine.stop)
-            engines.append(engine)
-        stack = Stack(
-            prefill=0,
-            decode=0,
-            started=False,
-            ready=True,
-            settings={
-                "workers": {"prefill": [engines[0].address], "decode": [engines[1].address]},
-                "tokens": {"ask_workers": "tokenize", "timeout_ms": 5_000},
-                "policies": [{"name": "default", "mode": "disaggregate"}],
-                "prefill": {"attempt_timeout_s": 1.0, "fallback": "aggregate"},
-                "routing": {"handshake_s": 0.0, "prefill_tokens_per_s": 100.0},
-                "scrape": {"interval_s": 0.2},
-                "handoff": {"next_turn": TURN},
-                "envoy": SHOWN,
-            },
+        engines: list[Worker] = []
+        for both_ways in (False, True):
+            engines += await parts.enter_async_context(running(replace(OPTIONS, port=0, bidirectional_kv_xfer=both_ways)))
+        stack = beside(
+            {"prefill": [engines[0].address], "decode": [engines[1].address]},
+            prefill={"attempt_timeout_s": 1.0, "fallback": "aggregate"},
+            **SECTIONS,
         )
         world = World(await parts.enter_async_context(stack), engines)
         await scraped(stack)

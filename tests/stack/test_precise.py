@@ -10,7 +10,7 @@ from typing import Any
 
 import aiohttp
 
-from tests.stack.harness import READY_S, Stack
+from tests.stack.harness import READY_S, Stack, beside
 from workers.ready import free_ports
 from workers.sim.options import SimOptions, worker_options
 from workers.sim.worker import Worker
@@ -20,7 +20,7 @@ SYSTEM = "You are the keeper of a very long list of rules, and you follow all of
 
 
 @asynccontextmanager
-async def precise(**settings: Any) -> AsyncIterator[tuple[Stack, list[Worker]]]:
+async def precise() -> AsyncIterator[tuple[Stack, list[Worker]]]:
     """Two prefill and two decode workers."""
     ports = free_ports(12)
     options = SimOptions(speed=20, enable_prompt_tokens_details=True, mean_answer_tokens=64, handshake_s=0.0)
@@ -33,18 +33,11 @@ async def precise(**settings: Any) -> AsyncIterator[tuple[Stack, list[Worker]]]:
         for engine in engines:
             await engine.start()
             parts.push_async_callback(engine.stop)
-        stack = Stack(
-            prefill=0,
-            decode=0,
-            started=False,
-            ready=True,
-            settings={
-                "workers": {"prefill": addresses[:2], "decode": addresses[2:]},
-                "kv_events": {"enabled": True},
-                "tokens": {"ask_workers": "tokenize", "timeout_ms": 5_000},
-                "policies": [{"name": "default", "mode": "auto"}],
-                **settings,
-            },
+        stack = beside(
+            {"prefill": addresses[:2], "decode": addresses[2:]},
+            kv_events={"enabled": True},
+            tokens={"ask_workers": "tokenize", "timeout_ms": 5_000},
+            policies=[{"name": "default", "mode": "auto"}],
         )
         await parts.enter_async_context(stack)
         await until(stack, all_in_step, "/healthz")

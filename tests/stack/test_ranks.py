@@ -9,7 +9,7 @@ from typing import Any
 
 import aiohttp
 
-from tests.stack.harness import Stack
+from tests.stack.harness import Stack, beside
 from tests.stack.ranked_worker import RANK, RankedWorker
 from tests.stack.test_precise import body, until
 from workers.ready import free_ports
@@ -35,18 +35,12 @@ async def ranked(
             (made,) = worker_options(replace(OPTIONS, port=port, kv_events_port=events, kv_events_replay_port=replay))
             single = await parts.enter_async_context(Worker(made))
         workers = [prefill.address, *([single.address] if single else [])]
-        stack = Stack(
-            prefill=0,
-            decode=0,
-            started=False,
-            ready=True,
-            settings={
-                "workers": {"prefill": workers, "decode": [decode.address]},
-                "kv_events": {"enabled": True},
-                "tokens": {"ask_workers": "tokenize", "timeout_ms": 5_000},
-                "policies": [{"name": "default", "mode": mode}],
-                "routing": {"rank_gain_s": 0.01, **routing},
-            },
+        stack = beside(
+            {"prefill": workers, "decode": [decode.address]},
+            kv_events={"enabled": True},
+            tokens={"ask_workers": "tokenize", "timeout_ms": 5_000},
+            policies=[{"name": "default", "mode": mode}],
+            routing={"rank_gain_s": 0.01, **routing},
         )
         await parts.enter_async_context(stack)
         await until(stack, lambda status: all_followed(status, len(workers) + 1), "/healthz")

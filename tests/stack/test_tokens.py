@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
 from typing import Any
 
-from tests.stack.harness import READY_S, Stack
-from workers.ready import free_ports
-from workers.sim.options import SimOptions, worker_options
-from workers.sim.worker import Worker
+from tests.stack.harness import READY_S, Stack, beside
+from workers.sim.local import running
+from workers.sim.options import SimOptions
 
 MODEL = "sim-llama-70b"
 RULES = "You are the keeper of a long list of rules, and you follow all of them. " * 20
@@ -20,24 +18,13 @@ RULES = "You are the keeper of a long list of rules, and you follow all of them.
 @asynccontextmanager
 async def taught(**tokens: Any) -> AsyncIterator[Stack]:
     """One worker of each kind, and every prompt goes to both."""
-    ports = free_ports(2)
-    options = SimOptions(speed=50, mean_answer_tokens=8, handshake_s=0.0)
     async with AsyncExitStack() as parts:
-        for port in ports:
-            (made,) = worker_options(replace(options, port=port))
-            engine = Worker(made)
-            await engine.start()
-            parts.push_async_callback(engine.stop)
-        stack = Stack(
-            prefill=0,
-            decode=0,
-            started=False,
-            ready=True,
-            settings={
-                "workers": {"prefill": [f"127.0.0.1:{ports[0]}"], "decode": [f"127.0.0.1:{ports[1]}"]},
-                "tokens": {"timeout_ms": 5_000, **tokens},
-                "policies": [{"name": "default", "mode": "disaggregate"}],
-            },
+        options = SimOptions(port=0, workers=2, speed=50, mean_answer_tokens=8, handshake_s=0.0)
+        prefill, decode = await parts.enter_async_context(running(options))
+        stack = beside(
+            {"prefill": [prefill.address], "decode": [decode.address]},
+            tokens={"timeout_ms": 5_000, **tokens},
+            policies=[{"name": "default", "mode": "disaggregate"}],
         )
         yield await parts.enter_async_context(stack)
 

@@ -37,12 +37,6 @@ async def worker() -> AsyncIterator[Worker]:
         yield workers[0]
 
 
-@pytest.fixture
-async def http() -> AsyncIterator[aiohttp.ClientSession]:
-    async with aiohttp.ClientSession() as session:
-        yield session
-
-
 async def post(http: aiohttp.ClientSession, worker: Worker, path: str, body: object, **more: Any) -> tuple[int, Any]:
     async with http.post(worker.url + path, json=body, **more) as response:
         return response.status, await response.json(content_type=None)

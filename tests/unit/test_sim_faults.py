@@ -34,12 +34,6 @@ PATH = "/v1/completions"
 
 
 @pytest.fixture
-async def http() -> AsyncIterator[aiohttp.ClientSession]:
-    async with aiohttp.ClientSession() as session:
-        yield session
-
-
-@pytest.fixture
 async def pair() -> AsyncIterator[list[Worker]]:
     async with running(OPTIONS) as workers:
         yield workers

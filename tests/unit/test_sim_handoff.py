@@ -27,12 +27,6 @@ PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
 @pytest.fixture
-async def http() -> AsyncIterator[aiohttp.ClientSession]:
-    async with aiohttp.ClientSession() as session:
-        yield session
-
-
-@pytest.fixture
 async def pair(http: aiohttp.ClientSession) -> AsyncIterator[list[Worker]]:
     async with running(OPTIONS) as workers:
         yield workers

@@ -109,12 +109,6 @@ def test_what_cannot_work_is_refused(given: dict[str, Any], message: str) -> Non
 
 
 @pytest.fixture
-async def http() -> AsyncIterator[aiohttp.ClientSession]:
-    async with aiohttp.ClientSession() as session:
-        yield session
-
-
-@pytest.fixture
 async def pair(http: aiohttp.ClientSession) -> AsyncIterator[list[Worker]]:
     async with running(SMALL) as workers:
         yield workers

@@ -22,12 +22,6 @@ MORE = list(range(2000, 2040))
 
 
 @pytest.fixture
-async def http() -> AsyncIterator[aiohttp.ClientSession]:
-    async with aiohttp.ClientSession() as session:
-        yield session
-
-
-@pytest.fixture
 async def pair(http: aiohttp.ClientSession) -> AsyncIterator[list[Worker]]:
     async with running(BOTH_WAYS) as workers:
         yield workers
