@@ -1,6 +1,6 @@
 """When a part is ready, and which ports are free: the little of HTTP and sockets that a launcher needs.
 
-Standard library only, and no state.
+Standard library only, and no state but the ports that were given out.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import ssl
 import time
 import urllib.error
 import urllib.request
+from collections import deque
+from typing import Final
 
 from workers.process import Child, describe_exit
 
@@ -64,16 +66,21 @@ def wait_ready(child: Child, url: str, timeout_s: float) -> None:
         time.sleep(0.2)
 
 
+_GIVEN: Final[deque[int]] = deque(maxlen=6_000)
+"""The ports of the last calls of :func:`free_ports`, half of those that there are."""
+
+
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Distinct ports that nothing listens on now.
+    """Distinct ports that nothing listens on now, and that this process was not given lately: who has them may listen later.
 
     Below the range that systems give to outgoing connections: workers take half a minute to listen, time enough
     for one of the many connections of a start-up to sit on a port from that range.
     """
-    candidates = random.sample(range(20_000, 32_000), 2_000)
+    candidates = random.sample(sorted({*range(20_000, 32_000)} - {*_GIVEN}), 2_000)
     found = list(itertools.islice((port for port in candidates if port_fault(host, port) is None), count))
     if len(found) < count:
         raise OSError(f"{host} has no {count} free ports between 20000 and 32000")
+    _GIVEN.extend(found)
     return found
 
 

@@ -39,6 +39,11 @@ def test_a_part_that_ends_before_it_is_ready_is_reported_with_its_log(tmp_path: 
         wait_ready(child, f"http://127.0.0.1:{free_ports(1)[0]}/health", 10)
 
 
+def test_a_port_is_not_given_again_while_who_has_it_may_not_listen_yet() -> None:
+    given = [port for _ in range(6) for port in free_ports(500)]
+    assert len(set(given)) == 3_000
+
+
 def test_free_ports_are_distinct_and_free() -> None:
     ports = free_ports(50)
     assert len(set(ports)) == 50
