@@ -87,7 +87,7 @@ _card_decoder = msgspec.json.Decoder(_Card)
 def _root(card: bytes) -> str | None:
     try:
         return _card_decoder.decode(card).root
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, RecursionError):
         return None
 
 
@@ -191,7 +191,7 @@ class CacheDirectory:
                     if response.status == 200:
                         listed = _instances_decoder.decode(await bounded.read(response, _MAX_BYTES))
                         self._servers = frozenset(each.instance_id for each in listed.instances)
-        except (TimeoutError, aiohttp.ClientError, OSError, ValueError, bounded.TooLargeError):
+        except (TimeoutError, aiohttp.ClientError, OSError, ValueError, RecursionError, bounded.TooLargeError):
             return
 
     async def _watch(self) -> None:
@@ -229,6 +229,9 @@ class CacheDirectory:
         try:
             async with asyncio.timeout(settings.directory_timeout_s):
                 answer = await self._ask(body)
+            chunks = tokens // settings.chunk_tokens
+            if answer.chunks != chunks:
+                raise ValueError(f"{answer.chunks} chunks in {tokens} tokens: it has another cache_store.chunk_tokens")
         except TimeoutError:
             self._failed(f"no answer within {settings.directory_timeout_s:g} s")
             return self._told(None, "timeout")

@@ -77,7 +77,6 @@ class Prober:
                 for endpoint in watched.keys() - present:
                     watched.pop(endpoint).cancel()
                     self._faults.pop(endpoint.address, None)
-                    self._waits_s.pop(endpoint, None)
                 for endpoint in present - watched.keys():
                     wait_s = self._waits_s.get(endpoint, 0.0)
                     watched[endpoint] = tasks.create_task(self._watch(session, endpoint, wait_s))
@@ -86,8 +85,8 @@ class Prober:
 
     def sync(self) -> None:
         """The pool has other endpoints than before."""
-        for endpoint in self._pool.endpoints:
-            self._waits_s.setdefault(endpoint, self._settle_s if self._serving else 0.0)
+        new_s = self._settle_s if self._serving else 0.0
+        self._waits_s = {endpoint: self._waits_s.get(endpoint, new_s) for endpoint in self._pool.endpoints}
         self._others.set()
 
     def serving(self) -> None:
@@ -147,7 +146,7 @@ class Prober:
                     return None
                 listed = _models_decoder.decode(await bounded.read(response, _MODELS_MAX_BYTES))
                 return {_card_decoder.decode(card).id: bytes(card) for card in listed.data}
-        except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError, bounded.TooLargeError):
+        except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError, RecursionError, bounded.TooLargeError):
             return None
 
     def _set(self, endpoint: Endpoint, *, live: bool, fault: str | None) -> None:

@@ -20,7 +20,7 @@ _decoder = msgspec.json.Decoder(_Card)
 def _parent(card: bytes) -> str | None:
     try:
         return _decoder.decode(card).parent
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, RecursionError):
         return None
 
 

@@ -75,6 +75,8 @@ def test_a_model_is_asked_for_by_what_the_prefill_workers_engine_was_started_wit
     pool.set_models(decode, {"chat": b'{"id": "chat", "root": "/decode"}'})
     pool.set_models(prefill, {"chat": b'{"id": "chat", "root": "org/Llama"}', "x": b'{"id": "x", "root": null}', "y": b"[]"})
     assert [stored_as(pool, each) for each in ("chat", "x", "y", "z")] == ["org/Llama", "x", "y", "z"]
+    pool.set_models(prefill, {"deep": b'{"id": "deep", "of": ' + b"[" * 10_000 + b"]" * 10_000 + b"}"})
+    assert stored_as(pool, "deep") == "deep"
 
 
 class Coordinator:
@@ -84,6 +86,8 @@ class Coordinator:
         self.asked: list[dict[str, Any]] = []
         self.status = 200
         self.servers: list[str] | None = None
+        self.instances_say: bytes | None = None
+        self.chunk_tokens = 256
         self.hold = asyncio.Event()
         self.hold.set()
 
@@ -91,7 +95,7 @@ class Coordinator:
         body = json.loads(await request.read())
         self.asked.append(body)
         await self.hold.wait()
-        chunks = len(body["token_ids"]) // 256
+        chunks = len(body["token_ids"]) // self.chunk_tokens
         places = [{"instance_id": "a", "tier": "l1", "shared": False}]
         results = [
             {"key": {"chunk_hash_hex": f"{at}"}, "placements": places, "token_ids": [1] * 256}
@@ -101,6 +105,8 @@ class Coordinator:
         return web.json_response({"chunks": chunks, "results": results}, status=self.status)
 
     async def instances(self, _: web.Request) -> web.Response:
+        if self.instances_say is not None:
+            return web.Response(body=self.instances_say)
         if self.servers is None:
             raise web.HTTPNotFound
         return web.json_response({"instances": [{"instance_id": each, "ip": "10.0.0.9"} for each in self.servers]})
@@ -179,6 +185,25 @@ async def test_what_is_no_answer_counts_as_none() -> None:
         coordinator.status = 500
         assert await found.lookup(prompt(), "m") is None
         assert metrics.cache_directory.value("failed") == 1
+
+
+@pytest.mark.parametrize("chunk_tokens", [128, 512])
+async def test_a_coordinator_with_other_chunks_is_not_believed(chunk_tokens: int) -> None:
+    """It would tell of twice the tokens of the prompt, or of half of them."""
+    async with directory() as (found, coordinator, _, metrics):
+        coordinator.chunk_tokens = chunk_tokens
+        assert await found.lookup(prompt(1_024), "m") is None
+        assert metrics.cache_directory.value("failed") == 1
+
+
+async def test_what_cannot_be_read_of_the_servers_there_are_changes_nothing() -> None:
+    async with directory() as (found, coordinator, _, _metrics):
+        coordinator.servers = ["a"]
+        await found.look()
+        for said in (b'{"more": ' + b"[" * 10_000 + b"]" * 10_000 + b"}", b"{}", b'{"instances": 1}', b"\xff"):
+            coordinator.instances_say = said
+            await found.look()
+            assert await found.lookup(prompt(), "m") == {"": 768}
 
 
 async def test_only_servers_that_the_coordinator_hears_of_count_and_without_any_it_is_not_believed() -> None:

@@ -20,14 +20,20 @@ SETTLE_S = 0.4
 
 
 @asynccontextmanager
-async def probed(pool: Pool, settle_s: float, *addresses: str) -> AsyncIterator[tuple[Prober, dict[str, float]]]:
+async def probed(
+    pool: Pool, settle_s: float, *addresses: str, models: bytes = b"{}"
+) -> AsyncIterator[tuple[Prober, dict[str, float]]]:
     """Workers that are well, whether or not the pool has them, and when each came to be live, by the clock of the loop."""
 
     async def well(_: web.Request) -> web.Response:
         return web.Response()
 
+    async def listed(_: web.Request) -> web.Response:
+        return web.Response(body=models)
+
     app = web.Application()
     app.router.add_get("/health", well)
+    app.router.add_get("/v1/models", listed)
     runner = web.AppRunner(app)
     await runner.setup()
     for address in addresses:
@@ -82,3 +88,24 @@ async def test_nobody_waits_for_workers_that_are_found_before_there_are_requests
             pool.replace(pool_of(*found))
             prober.sync()
             await until_live(live_at_s, found[-1])
+
+
+async def test_a_worker_that_lists_its_models_in_ten_thousand_brackets_says_nothing_and_ends_nothing() -> None:
+    one, other = (f"127.0.0.1:{port}" for port in free_ports(2))
+    pool = Pool(pool_of(one, other))
+    async with probed(pool, 0.0, one, other, models=b'{"data": [' + b"[" * 10_000 + b"]" * 10_000 + b"]}") as (_, live_at_s):
+        await until_live(live_at_s, one)
+        await until_live(live_at_s, other)
+        assert [each.models for each in pool.endpoints] == [None, None]
+
+
+async def test_a_worker_that_is_gone_before_it_was_looked_at_is_not_remembered() -> None:
+    pool = Pool(EndpointSet())
+    prober = Prober(pool, Health(), make_logger(stream=io.StringIO()), lambda _: None, own_headers={}, settle_s=SETTLE_S)
+    for number in range(10):
+        pool.replace(pool_of(f"10.0.0.{number}:80"))
+        prober.sync()
+        pool.replace(EndpointSet())
+        pool.sweep()
+        prober.sync()
+    assert not prober._waits_s

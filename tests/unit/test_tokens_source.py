@@ -29,6 +29,7 @@ from extproc.prompt import PromptSettings, read_prompt
 from extproc.routing.endpoint_spec import EndpointSet, EndpointSpec
 from extproc.routing.pool import Pool
 from extproc.routing.token_chain import Placed, TokenChain
+from extproc.tokens.adapters import parent_of
 from extproc.tokens.settings import ModelTokenizer, TokenSettings
 from extproc.tokens.source import TokenSource, Wanted
 from extproc.tokens.tokenizer import FolderError
@@ -524,3 +525,9 @@ def test_the_beginning_of_a_chain_has_the_keys_of_its_own_ids(tokens: int) -> No
     alone = TokenChain(ids[:tokens], lora="a", cache_salt="s", items=inside)
     for size in (16, 5):
         assert begun.keys(size) == alone.keys(size) == whole.keys(size)[: min(tokens, 200) // size]
+
+
+def test_a_card_that_is_nested_too_deeply_says_nothing_of_a_model() -> None:
+    pool = Pool(EndpointSet((EndpointSpec(address="10.0.0.1:80"),)))
+    pool.set_models(pool.endpoints[0], {"m": b'{"id": "m", "of": ' + b"[" * 10_000 + b"]" * 10_000 + b"}"})
+    assert parent_of(pool, "m") is None
