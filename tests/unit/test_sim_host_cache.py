@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,7 @@ import aiohttp
 import pytest
 
 from tests.unit.test_sim_handoff import MODEL, NAME, OPTIONS, kinds, post, prefill, until
-from workers.sim.blocks import CacheEvent, Kv, Removed, Stored
+from workers.sim.blocks import CacheEvent, Cleared, Kv, Removed, Stored
 from workers.sim.host_cache import HostCache
 from workers.sim.local import running
 from workers.sim.options import SimOptions, worker_options
@@ -84,6 +85,23 @@ def test_of_a_prompt_that_is_larger_than_the_memory_the_beginning_is_kept_and_to
     assert told[0] == Removed((b"old",), "CPU")
     assert told[1] == replace(stored("a", "b"), medium="CPU")
     assert len(host) == host.match([b"a", b"b", b"c"]) == 2
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2, 3, 5])
+def test_whatever_is_kept_those_who_hear_of_it_know_what_is_there(num_blocks: int) -> None:
+    draw, heard = random.Random(num_blocks), set[bytes]()
+
+    def hear(event: CacheEvent) -> None:
+        assert not isinstance(event, Cleared)
+        known = isinstance(event, Removed)
+        assert all((name in heard) is known for name in event.hashes), event
+        heard.symmetric_difference_update(event.hashes)
+
+    host = HostCache(num_blocks, 2, on_event=hear)
+    for _ in range(100):
+        prompt, first = draw.choice("abc"), draw.randrange(5)
+        keep(host, *(f"{prompt}{at}" for at in range(first, draw.randrange(first, 6) + 1)))
+        assert heard == set(host._kv)
 
 
 def test_what_is_forgotten_is_told() -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from collections import Counter
 
 import pytest
 from hypothesis import given, settings
@@ -16,8 +17,8 @@ from workers.sim.request import Sequence
 from workers.sim.text import Stop
 from workers.sim.timing import Profile
 from workers.sim.twin import Done, Pulled, TwinConfig, TwinEngine
-from workers.sim.twin_cache import TwinCache
-from workers.sim.twin_tier import TwinTier, host_tier
+from workers.sim.twin_cache import Entered, Left, TwinCache
+from workers.sim.twin_tier import TierConfig, TwinTier, host_tier
 
 BLOCK = 16
 PROFILE = Profile(handshake_s=0.3)
@@ -278,6 +279,44 @@ def test_what_cannot_fit_is_refused():
         TwinEngine("p", TwinConfig(num_blocks=3), PROFILE).submit_prefill("a", range(3), 3 * 512, 0.0)
     with pytest.raises(ValueError, match="max_num_seqs"):
         TwinConfig(max_num_seqs=600, max_num_batched_tokens=512)
+
+
+def test_what_is_there_already_is_not_told_again_and_each_run_says_what_is_before_it():
+    """Else it would count twice for whoever hears it, and go but once; or one behind a copy would begin a prompt."""
+    cache, tier = TwinCache(8), TwinTier(TierConfig(8, 1.0))
+    cache.changes = tier.changes = told = []
+    mine, others = [None] * 2, [None] * 4
+    assert cache.take(6)
+    cache.register(mine, 0, [2, 3], before=1)
+    tier.store([2, 3], 1)
+    assert told == [Entered([2, 3], 1), Entered([2, 3], 1, below=True)]
+    told.clear()
+    cache.register(others, 0, [1, 2, 3, 4])
+    tier.store([1, 2, 3, 4])
+    assert told == [
+        Entered([1], None),
+        Entered([4], 3),
+        *(Entered(keys, at, below=True) for keys, at in (([1], None), ([4], 3))),
+    ]
+
+
+def test_who_hears_what_enters_and_leaves_knows_what_is_there_when_prompts_begin_alike():
+    """Prefills that begin alike and run at once: one has blocks of its own where the other's are in the cache."""
+    rnd = random.Random(1)
+    p = TwinEngine("p", TwinConfig(num_blocks=40, max_num_batched_tokens=2048), PROFILE)
+    p.cache.changes, heard, began, at_s = [], Counter(), {None: None}, 0.0
+    for number in range(200):
+        start = 100 * rnd.randrange(4)
+        keys = [*range(start, start + 8), *range(10_000 + 10 * number, 10_000 + 10 * number + rnd.randrange(1, 6))]
+        began |= zip(keys, (None, *keys), strict=False)
+        p.submit_whole(f"{number}", keys, len(keys) * 512 + 1, 2, at_s)
+        at_s += rnd.choice([0.0, 0.0, 5.0])
+        p.advance(at_s)
+        changes, p.cache.changes = p.cache.changes, []
+        for change in changes:
+            (heard.update if isinstance(change, Entered) else heard.subtract)(change.keys)
+            assert isinstance(change, Left) or change.keys[0] < 0 or change.before == began[change.keys[0]]
+        assert max(heard.values(), default=0) <= 1
 
 
 def test_the_end_of_a_prompt_is_forgotten_before_its_start():

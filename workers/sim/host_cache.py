@@ -50,8 +50,9 @@ class HostCache:
         for digest, held in zip(reversed(stored.hashes), reversed(kv), strict=True):
             self._kv[digest] = held
             self._kv.move_to_end(digest)
-        told = len(self._kv) - len(new)
-        gone = [self._kv.popitem(last=False)[0] for _ in range(len(self._kv) - self.num_blocks)][:told]
+        untold = {stored.hashes[index] for index in new}
+        gone = [self._kv.popitem(last=False)[0] for _ in range(len(self._kv) - self.num_blocks)]
+        gone = [digest for digest in gone if digest not in untold]
         if self._on_event is None:
             return
         if gone:

@@ -146,6 +146,11 @@ class _Sequence:
     def total_tokens(self) -> int:
         return self.prompt_tokens + self.generated
 
+    @property
+    def last_registered(self) -> int | None:
+        """The key of the last block that the cache was told of; None: there is none, or it has no keys."""
+        return self.keys[self.registered - 1] if 0 < self.registered <= len(self.keys) else None
+
 
 class TwinEngine:
     """One engine. Time only moves in :meth:`advance`; nothing may be submitted before what it was advanced to."""
@@ -491,10 +496,10 @@ class TwinEngine:
     def _register(self, sequence: _Sequence) -> None:
         full = min(sequence.computed, sequence.prompt_tokens) // self.config.block_tokens
         if full > sequence.registered and self.config.prefix_caching:
-            self.cache.register(sequence.blocks, sequence.registered, sequence.keys[sequence.registered : full])
+            keys, before = sequence.keys[sequence.registered : full], sequence.last_registered
+            self.cache.register(sequence.blocks, sequence.registered, keys, before)
             if self.tier is not None:
-                before = sequence.keys[sequence.registered - 1] if sequence.registered else None
-                self.tier.store(sequence.keys[sequence.registered : full], before)
+                self.tier.store(keys, before)
             sequence.registered = full
 
     def _join_decodes(self, sequence: _Sequence, step: int, now_s: float) -> None:
@@ -556,7 +561,8 @@ class TwinEngine:
             # Full blocks of the answer are remembered like any other, though no prompt of a trace will ever ask for them.
             full = (sequence.total_tokens - 1) // self.config.block_tokens
             if full > sequence.registered and self.config.prefix_caching:
-                self.cache.register(blocks, sequence.registered, self.cache.unique_keys(full - sequence.registered))
+                keys = self.cache.unique_keys(full - sequence.registered)
+                self.cache.register(blocks, sequence.registered, keys, sequence.last_registered)
             self.cache.drop(blocks)
         assert sequence.scheduled_s is not None
         events.append(

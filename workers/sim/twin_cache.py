@@ -7,7 +7,8 @@ first, then the least recently used of the cache, the end of a prompt before its
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 Block = int | None
@@ -33,6 +34,14 @@ class Left(NamedTuple):
 
 
 Change = Entered | Left
+
+
+def entered(keys: Sequence[int], new: Sequence[int], before: int | None, *, below: bool = False) -> Iterator[Entered]:
+    """One for each run of consecutive keys of which the places are ``new``: what was there before is not told again, for it
+    goes but once. ``before``: the block before the first of all keys."""
+    for _, run in groupby(enumerate(new), key=lambda each: each[1] - each[0]):
+        places = [place for _, place in run]
+        yield Entered(keys[places[0] : places[-1] + 1], keys[places[0] - 1] if places[0] else before, below)
 
 
 class TwinCache:
@@ -85,16 +94,18 @@ class TwinCache:
         self._nameless += count
         return True
 
-    def register(self, blocks: list[Block], first: int, keys: Sequence[int]) -> None:
-        """The new blocks from ``first`` on are full now: they enter the cache, but for keys that are in it already."""
-        nameless = self._nameless
-        for index, key in enumerate(keys, start=first):
-            if blocks[index] is None and key not in self._users and key not in self._idle:
-                blocks[index] = key
+    def register(self, blocks: list[Block], first: int, keys: Sequence[int], before: int | None = None) -> None:
+        """The new blocks from ``first`` on are full now: they enter the cache, but for keys that are in it already. ``before``:
+        the key of the block before them; None: they begin a prompt."""
+        new = []
+        for index, key in enumerate(keys):
+            if blocks[first + index] is None and key not in self._users and key not in self._idle:
+                blocks[first + index] = key
                 self._nameless -= 1
                 self._users[key] = 1
-        if self._nameless < nameless and self.changes is not None:
-            self.changes.append(Entered(keys, blocks[first - 1] if first else None))
+                new.append(index)
+        if self.changes is not None:
+            self.changes += entered(keys, new, before)
 
     def unique_keys(self, count: int) -> list[int]:
         """Keys for blocks that no other prompt has, such as those of an answer. They are negative."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from workers.sim.timing import Profile
-from workers.sim.twin_cache import Change, Entered, Left
+from workers.sim.twin_cache import Change, Left, entered
 from workers.traces import BLOCK_TOKENS
 
 
@@ -58,12 +58,11 @@ class TwinTier:
 
     def store(self, keys: Sequence[int], before: int | None = None) -> None:
         """These are full now. ``before``: the block before the first of them; None: they begin a prompt."""
-        known = len(self._keys)
+        if self.changes is not None:
+            self.changes += entered(keys, [at for at, key in enumerate(keys) if key not in self._keys], before, below=True)
         for key in reversed(keys):
             self._keys[key] = None
             self._keys.move_to_end(key)
-        if self.changes is not None and len(self._keys) > known:
-            self.changes.append(Entered(keys, before, below=True))
         gone = []
         while len(self._keys) > self.config.num_blocks:
             gone.append(self._keys.popitem(last=False)[0])
