@@ -218,7 +218,7 @@ class Asker:
             else:
                 only = _rendered.decode(reply)
                 answer = Answer(bytes(only.token_ids), _placed(only.features))
-        except (msgspec.DecodeError, ValueError):
+        except (msgspec.DecodeError, ValueError, RecursionError):
             self.breaker.failed(worker, not_there=True)
             raise CannotError("ask_failed") from None
         self.breaker.worked(worker)
@@ -258,7 +258,7 @@ def _tokenize_chat(request: InferenceRequest) -> bytes:
     if moved:
         try:
             kwargs: dict[str, Any] = dict(_kwargs.decode(fields.get("chat_template_kwargs", b"{}")))
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, RecursionError):
             raise CannotError("invalid") from None
         if "reasoning_effort" in moved and "enable_thinking" not in kwargs:
             kwargs["enable_thinking"] = bytes(moved["reasoning_effort"]) != b'"none"'

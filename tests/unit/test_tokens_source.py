@@ -432,6 +432,16 @@ async def test_a_worker_that_fails_is_left_alone_for_a_while(status: int, body: 
         assert made.source.status()["workers_left_alone"] == 0
 
 
+async def test_a_worker_that_answers_in_ten_thousand_brackets_is_left_alone() -> None:
+    async def answer(_: web.Request, __: bytes) -> web.Response:
+        return web.Response(body=b'{"more": ' + b"[" * 10_000 + b"]" * 10_000 + b"}")
+
+    async with asked("tokenize", answer) as (made, worker):
+        for number in range(2):
+            assert (await made.find(chat(str(number)))).chain is None
+        assert len(worker.received) == 1 and made.missing("left_alone") == 1
+
+
 async def test_a_prompt_that_the_worker_refuses_is_no_failure_of_the_worker() -> None:
     async with asked("tokenize", says(400, {"error": "no"})) as (made, worker):
         for number in range(5):
