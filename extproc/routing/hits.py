@@ -105,4 +105,8 @@ class Hits(NamedTuple):
         # A hash covers all blocks before its own: from the first that differs on, nothing is common.
         blocks = bisect_left(range(common), True, lo=held + 1, key=lambda index: own[index] != other[index])
         self.tokens[address] = min(int(blocks * size), job.tokens - 1)
+        if address in self.sources and isinstance(self.sources, dict):
+            self.sources[address] = "placed"
+            if isinstance(self.below, dict):
+                self.below.pop(address, None)  # it is computed or loaded by the time that this prompt comes
         return True

@@ -603,8 +603,14 @@ class Router:
 
     def _holds(self, address: str, chain: Chain) -> None:
         self.index.insert(address, chain)
+        several = self.known is not None and self.known.several(address)
         for other in self._heads.get(chain.hashes[0], ()):
             hits, warmest = other.hits, other.warmest
+            if several:
+                # One of its engines holds it: what is to be expected of them, and which to name, is to be asked again.
+                other.hits = other.warmest = other.stuck = None
+                self._settled = False
+                continue
             floor = warmest.least_tokens if warmest is not None else 0
             if hits is not None and hits.learned(other.job, address, chain, floor):
                 other.warmest = other.stuck = None

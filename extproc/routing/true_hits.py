@@ -64,6 +64,10 @@ class Known:
         """Whether a worker's own word counts alone."""
         return self.holdings.in_step(address)
 
+    def several(self, address: str) -> bool:
+        """Whether there are several engines behind an address."""
+        return len(self.holdings.ranks(address)) > 1
+
     def sent(self, address: str, job: Job, now_s: float, rank: int | None = None) -> Sent | None:
         """A prompt goes to a worker. ``rank``: the place of the engine that it names there."""
         return None if job.token_chain is None else self.under_way.send(address, job.token_chain, now_s, rank)

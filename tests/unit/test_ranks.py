@@ -259,6 +259,19 @@ def test_what_was_sent_to_an_engine_counts_there_at_once_and_what_any_may_have_a
     assert chosen(again) == ("p0", None, 15_984 // 2, "ranks"), "nobody knows which engine has it"
 
 
+def test_of_prompts_that_wait_together_the_second_expects_what_any_engine_may_have_of_the_first() -> None:
+    """Not all of it, by the word of the events: the worker's own balancing takes the engine that has nothing to do."""
+    world, prompt = Ranked(pool_of(1, 1)), ids(16_000)
+    busy = [world.send(ids(16_000, seed)) for seed in (7, 8)]
+    first, second = (world.send(prompt, text="the same") for _ in range(2))
+    assert first.decision is None and second.decision is None
+    for each in (*busy, first):
+        world.prefilled(each, tokens=16_000, cached_tokens=0)
+        world.finish(each)
+    assert chosen(first) == ("p0", None, 0, "events")
+    assert chosen(second) == ("p0", None, 15_984 // 2, "ranks")
+
+
 def test_explain_says_which_engine() -> None:
     world, prompt = Ranked(pool_of(1, 1)), ids(16_000)
     world.stores_blocks("p0", prompt, rank=1)

@@ -210,6 +210,20 @@ def test_a_prompt_that_waits_is_placed_by_what_is_held_then_not_by_what_was_held
     del other
 
 
+def test_of_prompts_that_wait_together_the_second_finds_what_the_first_has_loaded_or_computed() -> None:
+    world, prompt = Told(pool_of(1, 1)), ids(16_000)
+    world.stores_blocks("p0", prompt[:8_000], tier=Tier.CPU)
+    busy = [world.send(ids(16_000, seed), mode=Mode.DISAGGREGATE) for seed in (7, 8)]
+    first, second = (world.send(prompt, text="the same", mode=Mode.DISAGGREGATE) for _ in range(2))
+    for each in (*busy, first):
+        world.prefilled(each, tokens=16_000, cached_tokens=0)
+        world.finish(each)
+    assert first.decision is not None and second.decision is not None
+    assert (first.decision.cached_by, first.decision.below_tokens) == ("events", {"cpu": 8_000})
+    assert (second.decision.cached_by, second.decision.below_tokens) == ("placed", {})
+    assert second.decision.cached_tokens > 15_000
+
+
 def test_what_another_router_placed_counts_until_the_events_of_it_must_have_come() -> None:
     world, prompt = Told(pool_of(2, 1)), ids(1600)
     other = world.ask(prompt, text="conversation")
