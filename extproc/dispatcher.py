@@ -44,7 +44,8 @@ _CODES = {
 
 _LEAK_SWEEP_S = 10.0
 
-_RANK = re.compile(r"_dp(\d{1,9})$")
+_RANK = re.compile(r"_dp([0-9]{1,4})$")
+"""Of an engine's id. What has more digits is no rank, and one worker says no more of them than are remembered."""
 
 
 class Dispatcher:

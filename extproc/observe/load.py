@@ -83,7 +83,8 @@ class Scrape(msgspec.Struct, kw_only=True):
     sources: dict[str, float] | None = None
     """Prompt tokens by where their KV came from, under vLLM's names for that."""
     rank_running: tuple[float, ...] = ()
-    """As `running`, of each engine in the order of their numbers. Empty: there is one, or they do not say the same."""
+    """As `running`, of each engine in the order of their numbers. Empty: there is one, or too many, or they do not say the
+    same."""
     rank_waiting: tuple[float, ...] = ()
     model: str | None = None
     """The name under which the engine reports."""
@@ -159,6 +160,8 @@ _BUCKETS = {start: re.compile(start + rb'(?:.*?,)?le="([^"]{1,64})".*\}[ \t]+(\S
 _SOURCES = b"prompt_tokens_by_source_total"
 
 _BY_RANK = (b"num_requests_running", b"num_requests_waiting")
+_MOST_RANKS = 64
+"""As of KV events: of no more is one named. Processes tell each other of them in datagrams, which have to hold them."""
 
 _COUNTERS = ("prefix_queries", "prompt_tokens", "generation_tokens", "itl_count", "prefill_count", "transfer_count")
 """What only a new engine has less of."""
@@ -226,7 +229,7 @@ def parse(text: bytes) -> Scrape:
         process_start_s=start_s,
     )
     running, waiting = (ranks[name] for name in _BY_RANK)
-    if len(running) > 1 and running.keys() == waiting.keys():
+    if 1 < len(running) <= _MOST_RANKS and running.keys() == waiting.keys():
         scrape.rank_running, scrape.rank_waiting = (tuple(of[number] for number in sorted(of)) for of in (running, waiting))
     for field, buckets in _buckets(page).items():
         setattr(scrape, field, buckets)

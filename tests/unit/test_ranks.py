@@ -359,7 +359,18 @@ def test_a_page_that_does_not_say_it_of_all_engines_says_nothing_of_them(left_ou
     assert (scrape.rank_running, scrape.rank_waiting) == ((), ())
 
 
-@pytest.mark.parametrize(("engine", "rank"), [("5f2c_dp0", "0"), ("5f2c_dp12", "12"), ("5f2c", ""), ("a_dp1_b", "")])
+def test_a_page_of_more_engines_than_one_can_have_says_nothing_of_them() -> None:
+    """It would be told to all processes, in one datagram."""
+    lines = (
+        b'vllm:num_requests_%s{engine="%d"} 1.0\n' % (name, engine) for name in (b"running", b"waiting") for engine in range(65)
+    )
+    scrape = parse(b"".join(lines))
+    assert (scrape.running, scrape.rank_running, scrape.rank_waiting) == (65.0, (), ())
+
+
+@pytest.mark.parametrize(
+    ("engine", "rank"), [("5f2c_dp0", "0"), ("5f2c_dp12", "12"), ("5f2c", ""), ("a_dp1_b", ""), ("a_dp12345", "")]
+)
 def test_the_rank_in_the_id_of_an_engine(engine: str, rank: str) -> None:
     assert rank_of(engine) == rank
 
@@ -391,6 +402,13 @@ class Seen:
         self.dispatcher.prefilled(ticket, tokens=len(tokens), cached_tokens=None, engine_id=engine_id)
         self.dispatcher.finish(ticket)
         return ticket.decision.cached_tokens
+
+
+def test_a_worker_that_calls_its_engine_by_another_rank_each_time_fills_no_memory() -> None:
+    seen = Seen(Ranked(pool_of(1, 1)))
+    for number in range(0, 10_000_000, 7_919):
+        seen.dispatcher.engine_told("p0", f"{number}_dp{number}")
+    assert len(seen.dispatcher._engines["p0"]) <= 3
 
 
 def test_replies_of_several_engines_are_no_restarts() -> None:
