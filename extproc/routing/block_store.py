@@ -2,21 +2,23 @@
 
 Each holder finds a block by what its engine calls it, in a table of its own: engines store and remove blocks in about the same
 order, so what is looked for next lies beside what was looked for last, and is in the processor's cache. Who holds a block is
-found by our own key of it, in tables that all share. These are cut into shards by the low bits of the key: a dict that grows is
-copied in one go, and one with millions of entries would stop the process for a tenth of a second. What must go over everything
-(:meth:`Store.tidy`) goes piece by piece for the same reason.
+found by our own key of it, in tables that all share. These are cut into shards: a dict that grows is copied in one go, and one
+with millions of entries would stop the process for a tenth of a second. It is the high bits of a key that say which shard, for
+a dict begins to look by the low ones, and if these were equal in all of a shard, it would look several times. What must go over
+everything (:meth:`Store.tidy`) goes piece by piece for the same reason as shards are there.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from itertools import islice
 
 from extproc.routing.token_chain import KEY_MASK
 
 SHARDS = 256
-LOW = SHARDS - 1
+PLACE = KEY_MASK.bit_length() - 8
+"""A key without so many low bits is the number of its shard."""
 TIERS = 4
 
 OLD_BLOCKS = 64
@@ -31,7 +33,7 @@ _Shards = list[dict[int, int]]
 class Holder:
     """One that holds blocks. Its number is the lowest that is free."""
 
-    __slots__ = ("beside", "bit", "names", "number", "store")
+    __slots__ = ("beside", "bit", "names", "number", "repeats", "store")
 
     def __init__(self, store: Store) -> None:
         self.beside = False
@@ -42,6 +44,8 @@ class Holder:
         """Its bit in the masks. It is always this object: most masks are no more than that."""
         self.names: dict[int, int] = {}
         """What its engine calls a block -> own key, what was stored last at the end."""
+        self.repeats: tuple[dict[int, int], ...] = tuple([{} for _ in range(TIERS)])
+        """For each tier: own key -> how many more blocks of that content it has there than one: each goes by itself."""
 
 
 class Store:
@@ -57,16 +61,15 @@ class Store:
         """For each tier: number -> how many blocks it holds there."""
         self.totals = [0] * TIERS
         """For each tier: the sum of these. A tier that nobody uses need not be looked at."""
-        self.repeats: dict[int, dict[int, int]] = {}
-        """Number -> own key and tier -> how many more blocks of equal content it has there than one: each goes by itself."""
         self.repeated = 0
-        """How many such there are, of all."""
+        """How many contents somebody holds more than once in a tier, see :attr:`Holder.repeats`."""
         self.blocks = 0
         """Different blocks in the masks, in whatever tiers."""
         self.names = 0
         """Names of blocks: each holder has its own."""
         self._used: set[int] = set()
         """Tiers that anything was ever stored in."""
+        self._others: list[list[_Shards]] = [[] for _ in range(TIERS)]
         self._holders: dict[int, Holder] = {}
         self._left: list[dict[int, int]] = []
         """Names of holders that are gone."""
@@ -99,9 +102,7 @@ class Store:
         del self._holders[number]
         for tier, counts in enumerate(self.counts):
             self.totals[tier] -= counts.pop(number, 0)
-        repeats = self.repeats.pop(number, None)
-        if repeats:
-            self._left_repeats.append(repeats)
+        self._left_repeats += [repeats for repeats in holder.repeats if repeats]
         self._left.append(holder.names)
 
     @property
@@ -153,8 +154,10 @@ class Store:
 
     def others(self, tier: int) -> list[_Shards]:
         """The masks of other tiers, as far as they may have any."""
-        self._used.add(tier)
-        return [self.masks[other] for other in self._used if other != tier]
+        if tier not in self._used:
+            self._used.add(tier)
+            self._others = [[self.masks[other] for other in self._used if other != each] for each in range(TIERS)]
+        return self._others[tier]
 
     def add(self, holder: Holder, name: int, key: int, tier: int) -> None:
         """The holder has stored a block, and calls it so: it counts as stored last."""
@@ -167,16 +170,15 @@ class Store:
 
     def hold(self, holder: Holder, key: int, tier: int) -> bool:
         """The holder has stored a block, and has a name for it. Whether it did not hold one of that content there."""
-        shard, bit = self.masks[tier][key & LOW], holder.bit
+        shard, bit = self.masks[tier][key >> PLACE], holder.bit
         mask = shard.get(key)
         if mask is None:
             shard[key] = bit
-            self.blocks += not any(key in each[key & LOW] for each in self.others(tier))
+            self.blocks += not any(key in each[key >> PLACE] for each in self.others(tier))
         elif mask & bit:
-            repeats = self.repeats.setdefault(holder.number, {})
-            again = key * TIERS + tier
-            before = repeats.get(again, 0)
-            repeats[again] = before + 1
+            repeats = holder.repeats[tier]
+            before = repeats.get(key, 0)
+            repeats[key] = before + 1
             self.repeated += not before
             return False
         else:
@@ -185,10 +187,52 @@ class Store:
         self.totals[tier] += 1
         return True
 
-    def remove(self, holder: Holder, hashes: Iterable[int | bytes], tier: int) -> int:
+    def remove(self, holder: Holder, hashes: Collection[int | bytes], tier: int) -> int:
         """The holder has one block less of each of these contents. How many it was not known to hold."""
-        names, masks, bit, alive, mask_, low = holder.names, self.masks[tier], holder.bit, self.alive, KEY_MASK, LOW
-        repeats, others = self.repeats.get(holder.number), self.others(tier)
+        others = self.others(tier)
+        if others:
+            return self._remove_from_one(holder, hashes, tier, others)
+        names, masks, bit, mask_, low = holder.names, self.masks[tier], holder.bit, KEY_MASK, PLACE
+        repeats = holder.repeats[tier]
+        find = names.get if repeats else names.pop
+        nameless = unheld = again = shared = 0
+        for told in hashes:
+            name = (told if type(told) is int else engine_hash(told)) & mask_
+            key = find(name, None)
+            if key is None:
+                nameless += 1
+                continue
+            if repeats:
+                if key in repeats:
+                    self._one_less(repeats, key)
+                    again += 1
+                    continue
+                del names[name]
+            shard = masks[key >> low]
+            mask = shard.pop(key, 0)
+            if mask is bit or mask == bit:  # mostly nobody else holds it
+                continue
+            if not mask & bit:
+                unheld += 1
+                if mask:
+                    shard[key] = mask
+                continue
+            rest = (mask ^ bit) & self.alive
+            if rest:
+                shard[key] = rest
+                shared += 1
+        named = len(hashes) - nameless - again
+        gone = named - unheld
+        self.names -= named
+        self.blocks -= gone - shared
+        self.counts[tier][holder.number] -= gone
+        self.totals[tier] -= gone
+        return nameless + unheld
+
+    def _remove_from_one(self, holder: Holder, hashes: Iterable[int | bytes], tier: int, others: list[_Shards]) -> int:
+        """The same where it may hold them in other tiers too."""
+        names, masks, bit, alive, mask_, low = holder.names, self.masks[tier], holder.bit, self.alive, KEY_MASK, PLACE
+        repeats = holder.repeats[tier]
         unknown = gone = nameless = forgotten = 0
         for told in hashes:
             name = (told if type(told) is int else engine_hash(told)) & mask_
@@ -196,13 +240,14 @@ class Store:
             if key is None:
                 unknown += 1
                 continue
-            if repeats and self._one_less(repeats, key * TIERS + tier):
+            if repeats and key in repeats:
+                self._one_less(repeats, key)
                 continue
-            place = key & low
+            place = key >> low
             shard = masks[place]
             mask = shard.pop(key, 0)
-            elsewhere = [each[place][key] for each in others if key in each[place]] if others else None
-            if mask == bit:  # mostly nobody else holds it
+            elsewhere = [each[place][key] for each in others if key in each[place]]
+            if mask == bit:
                 gone += 1
                 forgotten += not elsewhere
             elif not mask & bit:
@@ -222,37 +267,35 @@ class Store:
             nameless += 1
         self.names -= nameless
         self.blocks -= forgotten
-        if gone:
-            self.counts[tier][holder.number] -= gone
-            self.totals[tier] -= gone
+        self.counts[tier][holder.number] -= gone
+        self.totals[tier] -= gone
         return unknown
 
-    def _one_less(self, repeats: dict[int, int], again: int) -> bool:
-        more = repeats.get(again, 0)
+    def _one_less(self, repeats: dict[int, int], key: int) -> None:
+        more = repeats[key]
         if more > 1:
-            repeats[again] = more - 1
-        elif more:
-            del repeats[again]
+            repeats[key] = more - 1
+        else:
+            del repeats[key]
             self.repeated -= 1
-        return more > 0
 
-    def _forget(self, key: int, number: int) -> int:
+    def _forget(self, key: int, holder: Holder) -> int:
         """The holder does not hold the block in any tier, however often it was stored. How many tiers it was in."""
         found = 0
         for tier, counts in enumerate(self.counts):
-            if counts[number] and self._unset(key, number, tier):
+            if counts[holder.number] and self._unset(key, holder, tier):
                 found += 1
         return found
 
     def holds(self, key: int, number: int, tier: int) -> bool:
         """Whether it does."""
-        return bool(self.masks[tier][key & LOW].get(key, 0) & 1 << number)
+        return bool(self.masks[tier][key >> PLACE].get(key, 0) & 1 << number)
 
     def make_room(self, holder: Holder) -> int:
         """A holder loses the oldest of its blocks: how many entries went."""
         gone, names = 0, holder.names
         for name in list(islice(names, OLD_BLOCKS)):
-            gone += self._forget(names.pop(name), holder.number)
+            gone += self._forget(names.pop(name), holder)
             self.names -= 1
         return gone
 
@@ -267,22 +310,23 @@ class Store:
                 key = names.get(name)
                 if key is None:
                     continue
-                self._unset(key, number, tier)
+                self._unset(key, holder, tier)
                 if not any(self.holds(key, number, other) for other in range(TIERS)):
                     del names[name]
                     self.names -= 1
             del rest[-OLD_BLOCKS:]
             yield
 
-    def _unset(self, key: int, number: int, tier: int) -> bool:
-        shard, bit = self.masks[tier][key & LOW], 1 << number
+    def _unset(self, key: int, holder: Holder, tier: int) -> bool:
+        shard, bit = self.masks[tier][key >> PLACE], holder.bit
         mask = shard.get(key, 0)
         if not mask & bit:
             return False
         self._set(shard, key, mask & self.alive & ~bit, tier)
-        self.counts[tier][number] -= 1
+        self.counts[tier][holder.number] -= 1
         self.totals[tier] -= 1
-        self._once(key, number, tier)
+        if holder.repeats[tier].pop(key, 0):
+            self.repeated -= 1
         return True
 
     def _set(self, shard: dict[int, int], key: int, mask: int, tier: int) -> None:
@@ -291,12 +335,7 @@ class Store:
             shard[key] = mask
             return
         del shard[key]
-        self.blocks -= not any(key in each[key & LOW] for each in self.others(tier))
-
-    def _once(self, key: int, number: int, tier: int) -> None:
-        repeats = self.repeats.get(number)
-        if repeats and repeats.pop(key * TIERS + tier, 0):
-            self.repeated -= 1
+        self.blocks -= not any(key in each[key >> PLACE] for each in self.others(tier))
 
 
 def _emptied(left: list[dict[int, int]]) -> int:

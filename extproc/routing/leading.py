@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 
-from extproc.routing.block_store import LOW, TIERS, Store, bits
+from extproc.routing.block_store import PLACE, TIERS, Store, bits
 
 
 def leading(store: Store, keys: array[int]) -> dict[int, list[int]]:
@@ -15,7 +15,7 @@ def leading(store: Store, keys: array[int]) -> dict[int, list[int]]:
     at = 0
     if not slower:
         for key in keys:
-            now = masks[key & LOW].get(key, 0) & gpu
+            now = masks[key >> PLACE].get(key, 0) & gpu
             if now != gpu:
                 if at:
                     for number in bits(gpu ^ now):
@@ -34,7 +34,7 @@ def leading(store: Store, keys: array[int]) -> dict[int, list[int]]:
     since: dict[int, int] = {}
     before: list[int] = [0] * TIERS
     for key in keys:
-        place = key & LOW
+        place = key >> PLACE
         now = masks[place].get(key, 0) & gpu
         if now != gpu:
             left = gpu ^ now

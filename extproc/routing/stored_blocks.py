@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from itertools import islice
+from struct import iter_unpack
 from typing import Any, NamedTuple, Protocol
 
 import xxhash
 
-from extproc.routing.block_store import LOW, Holder, engine_hash
+from extproc.routing.block_store import PLACE, Holder, engine_hash
 from extproc.routing.token_chain import KEY_MASK, TOKEN_BYTES, extra_bytes
 
 PIECE_BLOCKS = 256
@@ -234,56 +236,50 @@ def _enter(
     """Blocks that have their tokens and nothing beside them. ``parents``: for each the name of the block before it, ~ of a key:
     what stands before the first block of a prompt, None: it follows the one before.
     """
-    store, names = holder.store, holder.names
-    digest, mask_, step = xxhash.xxh3_64_intdigest, KEY_MASK, store.block_tokens * TOKEN_BYTES
-    data = tokens.tobytes()
-    room, start = owner.room(), 0
+    store, names, bit, low = holder.store, holder.names, holder.bit, PLACE
+    masks, others, repeats = store.masks[tier], store.others(tier), holder.repeats[tier]
+    digest, mask_, known_as = xxhash.xxh3_64_intdigest, KEY_MASK, names.get
     before: int | None = None
-    keys: list[int] = []
-    for told, parent in zip(hashes, parents, strict=True):
-        name = (told if type(told) is int else engine_hash(told)) & mask_
-        if parent is not None:
-            before = names.get(parent) if parent >= 0 else ~parent
-        block = data[start : start + step]
-        start += step
-        if before is None:
-            before = names.get(name)
-            if before is None:
-                owner.seen.orphans += 1
+    rest = zip(hashes, parents, iter_unpack(f"{store.block_tokens * TOKEN_BYTES}s", tokens), strict=True)
+    left = len(hashes)
+    while left > 0:
+        room = owner.room()
+        fresh = elsewhere = more = 0
+        for told, parent, (block,) in islice(rest, room):
+            name = (told if type(told) is int else engine_hash(told)) & mask_
+            if parent is not None:
+                before = known_as(parent) if parent >= 0 else ~parent
+            key = known_as(name)
+            if key is None:
+                if before is None:
+                    owner.seen.orphans += 1
+                    continue
+                before = names[name] = key = digest(block, before) & mask_
+                shard = masks[key >> low]
+                if key in shard:
+                    more += 1
+                    store.hold(holder, key, tier)
+                    continue
+                shard[key] = bit
+                fresh += 1
+                if others and any(key in each[key >> low] for each in others):
+                    elsewhere += 1
+                continue
+            before = key
+            if masks[key >> low].get(key) is bit:
+                again = repeats.get(key)
+                if again is None:
+                    repeats[key] = 1
+                    store.repeated += 1
+                else:
+                    repeats[key] = again + 1
             else:
-                store.add(holder, name, before, tier)
-            continue
-        if len(keys) >= room and name not in names:
-            _hold(holder, tier, keys)
-            keys = []
-            room = owner.room()
-        key = digest(block, before) & mask_
-        before = names.setdefault(name, key)
-        if before is key:
-            keys.append(key)
-        else:
-            store.add(holder, name, before, tier)
-    _hold(holder, tier, keys)
-
-
-def _hold(holder: Holder, tier: int, keys: list[int]) -> None:
-    """Blocks that have just got their names."""
-    store, bit, low = holder.store, holder.bit, LOW
-    masks, others = store.masks[tier], store.others(tier)
-    fresh = doubles = 0
-    for key in keys:
-        shard = masks[key & low]
-        if key in shard:
-            store.hold(holder, key, tier)
-            continue
-        shard[key] = bit
-        fresh += 1
-        if others and any(key in each[key & low] for each in others):
-            doubles += 1
-    store.names += len(keys)
-    store.blocks += fresh - doubles
-    store.counts[tier][holder.number] += fresh
-    store.totals[tier] += fresh
+                store.add(holder, name, key, tier)
+        left -= room
+        store.names += fresh + more
+        store.blocks += fresh - elsewhere
+        store.counts[tier][holder.number] += fresh
+        store.totals[tier] += fresh
 
 
 def _enter_odd(owner: Owner, holder: Holder, tier: int, event: StoredBlocks, which: range) -> None:

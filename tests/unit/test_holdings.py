@@ -365,7 +365,8 @@ def test_what_is_counted_is_what_there_is(own_names: bool) -> None:
                 assert store.blocks == len(keys)
                 named = [*(each.names for each in store._holders.values()), *store._left]
                 assert store.names == sum(map(len, named))
-                assert store.repeated == sum(map(len, [*store.repeats.values(), *store._left_repeats]))
+                repeats = [tier for each in store._holders.values() for tier in each.repeats]
+                assert store.repeated == sum(map(len, [*repeats, *store._left_repeats]))
                 for tier in range(2):
                     for number in store._holders:
                         held = sum(bool(mask & 1 << number) for shard in store.masks[tier] for mask in shard.values())
@@ -376,6 +377,15 @@ def test_what_is_counted_is_what_there_is(own_names: bool) -> None:
     while holdings.untidy:
         holdings.tidy()
     assert (holdings.blocks, holdings.bytes) == (0, 0)
+
+
+def test_keys_of_one_table_differ_where_a_dict_looks_first() -> None:
+    """A dict looks by the low bits of a key: if all keys of a table had these in common, it would look several times."""
+    holdings = Holdings(10_000)
+    _store(holdings, "a", _ids(4_000))
+    shards = [shard for store in holdings._stores.values() for shard in store.masks[0] if len(shard) > 4]
+    assert len(shards) > 200
+    assert all(len({key & 255 for key in shard}) > len(shard) // 2 for shard in shards)
 
 
 def test_memory_has_a_bound_where_engines_call_equal_blocks_differently() -> None:
