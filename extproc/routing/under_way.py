@@ -177,8 +177,8 @@ class UnderWay:
                     yield address, int(most * size)
 
     def _enter(self, sent: Sent) -> None:
-        for at in _places(len(sent.keys)):
-            workers = self._begin.setdefault((sent.block_tokens, sent.keys[at]), {})
+        for place in _places_of(sent):
+            workers = self._begin.setdefault(place, {})
             workers.setdefault(sent.address, {})[sent] = None
 
     def _sweep(self, now_s: float) -> None:
@@ -193,8 +193,7 @@ class UnderWay:
             self.failed(oldest)
 
     def _drop(self, sent: Sent) -> None:
-        for at in _places(len(sent.keys)):
-            place = sent.block_tokens, sent.keys[at]
+        for place in _places_of(sent):
             workers = self._begin[place]
             records = workers[sent.address]
             del records[sent]
@@ -211,6 +210,11 @@ def _places(blocks: int) -> list[int]:
         found.append(count - 1)
         count *= _FACTOR
     return found
+
+
+def _places_of(sent: Sent) -> set[tuple[int, int]]:
+    """Where it is found. Each once, although another router may tell of hashes that are none, with one of them twice."""
+    return {(sent.block_tokens, sent.keys[at]) for at in _places(len(sent.keys))}
 
 
 def _shared(one: array[int], other: array[int], least: int) -> int:

@@ -117,3 +117,11 @@ def test_what_other_routers_sent_is_found_by_its_text() -> None:
     longer = Chain(array("Q", [*range(40), 99]), 64.0)
     assert dict(under_way.lookup(_chain(1), longer, {}, 0.0)) == {"a": 40 * 64}
     assert dict(under_way.lookup(_chain(1), longer, {"a": 40 * 64}, 0.0)) == {}
+
+
+def test_hashes_of_another_router_that_repeat_themselves_are_forgotten_like_any_other() -> None:
+    under_way = _telling("a")
+    under_way.send_elsewhere("a", Chain(array("Q", [7] * 70), 64.0), 0.0)
+    under_way.send("a", _chain(1), 1_000.0)
+    under_way.send("a", _chain(1), 1_000.0)
+    assert len(under_way) == 2
