@@ -97,16 +97,23 @@ class Hits(NamedTuple):
 
         What is not more than ``floor_tokens`` is not entered.
         """
-        own, other, size = job.chain.hashes, chain.hashes, job.chain.block_tokens
-        common = min(len(own), len(other))
-        held = math.ceil(max(self.tokens.get(address, 0), floor_tokens) / size)
-        if held >= common or own[held] != other[held]:
+        tokens = self.more(job, address, chain, floor_tokens)
+        if not tokens:
             return False
-        # A hash covers all blocks before its own: from the first that differs on, nothing is common.
-        blocks = bisect_left(range(common), True, lo=held + 1, key=lambda index: own[index] != other[index])
-        self.tokens[address] = min(int(blocks * size), job.tokens - 1)
+        self.tokens[address] = tokens
         if address in self.sources and isinstance(self.sources, dict):
             self.sources[address] = "placed"
             if isinstance(self.below, dict):
                 self.below.pop(address, None)  # it is computed or loaded by the time that this prompt comes
         return True
+
+    def more(self, job: Job, address: str, chain: Chain, floor_tokens: int = 0) -> int:
+        """Tokens of ``job`` that a worker which holds ``chain`` has, if that is more than what is known; else 0."""
+        own, other, size = job.chain.hashes, chain.hashes, job.chain.block_tokens
+        common = min(len(own), len(other))
+        held = math.ceil(max(self.tokens.get(address, 0), floor_tokens) / size)
+        if held >= common or own[held] != other[held]:
+            return 0
+        # A hash covers all blocks before its own: from the first that differs on, nothing is common.
+        blocks = bisect_left(range(common), True, lo=held + 1, key=lambda index: own[index] != other[index])
+        return min(int(blocks * size), job.tokens - 1)

@@ -606,15 +606,14 @@ class Router:
         several = self.known is not None and self.known.several(address)
         for other in self._heads.get(chain.hashes[0], ()):
             hits, warmest = other.hits, other.warmest
+            floor = warmest.least_tokens if warmest is not None else 0
+            if hits is None or not (hits.more if several else hits.learned)(other.job, address, chain, floor):
+                continue
             if several:
                 # One of its engines holds it: what is to be expected of them, and which to name, is to be asked again.
-                other.hits = other.warmest = other.stuck = None
-                self._settled = False
-                continue
-            floor = warmest.least_tokens if warmest is not None else 0
-            if hits is not None and hits.learned(other.job, address, chain, floor):
-                other.warmest = other.stuck = None
-                self._settled = False
+                other.hits = None
+            other.warmest = other.stuck = None
+            self._settled = False
 
     # -- what other routers do ---------------------------------------------------------------------------------------------
 
