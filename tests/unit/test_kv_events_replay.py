@@ -245,3 +245,20 @@ def test_what_comes_before_what_was_asked_for_shows_nothing() -> None:
     assert order.replayed(5, 99.0, first=True) is Step.RESTART
     order.forget()
     assert order.shows(0)
+
+
+async def test_what_comes_behind_an_answer_is_not_taken_for_the_next_one() -> None:
+    async with by_hand() as (made, publisher):
+
+        async def and_more(publisher: Publisher, who: bytes, start: int) -> None:
+            await publisher.send(stored(len(publisher.batches)))  # what is published is looked at first when the answer ends
+            await as_asked(publisher, who, start)
+            await publisher.again(who, len(publisher.batches) - 1, encode([time.time() + 1000, [], 0]))
+            time.sleep(0.05)  # noqa: ASYNC251  all of it is there before anything is read
+
+        publisher.replay = and_more
+        replays = made.counts.replays
+        await until(lambda: made.counts.replays > replays + 3)
+        publisher.replay = as_asked
+        await until(lambda: made.in_step)
+        assert made.held(_ids(1)) == 16 and (made.counts.restarts, made.counts.dropped) == (0, 0)

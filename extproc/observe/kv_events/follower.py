@@ -37,6 +37,9 @@ _MOST_PAUSE_S = 60.0
 
 _LONGEST_REPLAY_S = 60.0
 
+_SHORT_BYTES = 16 << 10
+"""A batch that is no longer is read and entered in one piece of work."""
+
 
 class State(enum.Enum):
     """Of a follower, for people."""
@@ -101,6 +104,8 @@ class Follower:
         self._hole: bool = False
         """Something is missing in it: its rest is of no use."""
         self._lost_any = False
+        self._unasked = False
+        """There may be an answer that nobody waits for any more."""
         self._doubt = False
         """It may be another engine than the one whose batches were taken."""
         self._due = False
@@ -186,9 +191,9 @@ class Follower:
     def work(self) -> bool:
         """One piece of work, of a fraction of a millisecond; whether there may be more."""
         if self._pieces is not None:
-            if next(self._pieces, self) is not self:
-                return True
-            self._pieces = None
+            if next(self._pieces, self) is self:
+                self._pieces = None
+            return self._is_more()
         if self._asking:
             return self._work_on_replay()
         frames = receive(self._subscription)
@@ -197,9 +202,17 @@ class Follower:
             self._on_connection()
         if frames is not None:
             self._on_live(frames)
-            return True
-        # What nobody asked for is not kept.
-        return not self._asking and self._replay is not None and receive(self._replay) is not None
+            if self._pieces is not None and len(frames[-1]) <= _SHORT_BYTES and next(self._pieces, self) is self:
+                self._pieces = None
+            return self._is_more()
+        if self._asking or self._replay is None:
+            return False
+        self._unasked = not idle(self._replay) and receive(self._replay) is not None  # it is not kept
+        return self._unasked
+
+    def _is_more(self) -> bool:
+        """Whether :meth:`work` has more to do, asked after something was done."""
+        return self._pieces is not None or self._asking or self._news or self._unasked or not idle(self._subscription)
 
     def _on_news(self) -> None:
         self._news = True
@@ -318,6 +331,7 @@ class Follower:
         assert self._replay is not None
         self._counts.replays += 1
         self._asking, self._shown, self._progress, self._hole, self._lost_any = True, False, False, False, False
+        self._unasked = True
         self._due = False
         self._asked_s = self._heard_s = self._clock()
         if self._behind_since_s is None:

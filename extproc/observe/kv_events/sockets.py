@@ -83,24 +83,27 @@ class Sockets:
 
 def receive(socket: Socket) -> list[bytes] | None:
     """The frames of a message; None: there is none."""
-    # Asking first is cheaper than the exception that says there is nothing, and constants of ZMQ that are no more than numbers
-    # are cheaper than its own.
-    if not socket.get(_EVENTS) & _POLLIN:  # type: ignore[operator]
+    # The exception that says there is nothing costs twice as much as asking first, which costs half as much as a message: so
+    # this is for who was told that there is one.
+    recv = socket.recv  # ZMQ's objects take long to find their own attributes
+    try:
+        frame = recv(_NOBLOCK, False)
+    except zmq.Again:
         return None
-    frame = socket.recv(_NOBLOCK, copy=False)
     frames = [frame.bytes]
     while frame.more:
-        frame = socket.recv(_NOBLOCK, copy=False)
+        frame = recv(_NOBLOCK, False)
         frames.append(frame.bytes)
     return frames
 
 
 def idle(socket: Socket) -> bool:
     """Whether there is nothing. Its descriptor does not say so again then."""
+    # Constants of ZMQ that are no more than numbers are cheaper than its own.
     return not socket.get(_EVENTS) & _POLLIN  # type: ignore[operator]
 
 
 def news(monitor: Socket) -> int | None:
     """What has happened to a connection: :data:`MET` or :data:`CUT`; None: nothing more."""
-    frames = receive(monitor)
+    frames = None if idle(monitor) else receive(monitor)
     return None if frames is None else int.from_bytes(frames[0][:2], sys.byteorder)
