@@ -69,8 +69,10 @@ class Intake:
         self.prompts = PromptSettings(block_tokens=block_tokens or config.routing.block_tokens)
         handoff = connector(config.handoff)
         self._apis = handoff.apis
-        # Whoever else makes a leg, or may be sent it in the place of the chosen worker, would take the rank for its own.
-        self._takes_rank = handoff.flow is Flow.SEQUENTIAL and not (config.epp.enabled and config.epp.fallback_endpoints)
+        # Whoever else makes a leg, or may be sent it in the place of the chosen worker, would take the rank for its own. And
+        # where the blocks' way is bound to what is configured of a worker, that is one of its engines.
+        by_us = handoff.flow is Flow.SEQUENTIAL and not handoff.bound
+        self._takes_rank = by_us and not (config.epp.enabled and config.epp.fallback_endpoints)
         self._bytes_per_token = bytes_per_token
         self._chains = KnownChains()
         self._choice = PoolChoice(config.pools) if config.pools else None

@@ -40,8 +40,8 @@ _RANKS = {
     "retries": "another worker gets none, or one of its own",
     "a client's own header": "is removed",
     "`/v1/responses`": "names none: vLLM 0.32 does not read the header there",
-    "`handoff.connector: nixl_push` or `llmd_sidecar`; `epp.fallback_endpoints`": "none is named: one engine is configured, or "
-    "somebody else makes or takes a leg, for whom the number means another engine",
+    "`handoff.connector: nixl_push`, `lmcache` or `llmd_sidecar`; `epp.fallback_endpoints`": "none is named: one engine is "
+    "configured, or somebody else makes or takes a leg, for whom the number means another engine",
 }
 """Of naming one of several engines behind one address: rows of a table."""
 

@@ -7,13 +7,19 @@ from array import array
 from functools import partial
 from typing import Any
 
+import msgspec
 import pytest
 
+from extproc.config import Config
 from extproc.dispatcher import Dispatcher, rank_of
+from extproc.inference import parse as parse_body
+from extproc.intake import Intake
 from extproc.models import Models, Names
 from extproc.observe.load import parse
 from extproc.observe.logs import make_logger
 from extproc.observe.metrics import Metrics
+from extproc.paths import Treatment
+from extproc.prompt import BytesPerToken
 from extproc.routing.explain import explain
 from extproc.routing.holdings import Held, Holdings, Tier
 from extproc.routing.job import Job, Mode
@@ -27,6 +33,7 @@ from extproc.routing.truth import IN_A_ROW
 from tests.unit.routing_world import World, pool_of
 
 BLOCK = 16
+RECEIVER = {"host": "h", "init_ports": [1], "alloc_ports": [2]}
 
 
 def ids(tokens: int, seed: int = 0) -> list[int]:
@@ -106,6 +113,30 @@ def test_never_where_the_configuration_says_so() -> None:
     world, prompt = Ranked(pool_of(1, 1), rank_gain_s=1e9), ids(16_000)
     world.stores_blocks("p0", prompt, rank=1)
     assert chosen(world.send(prompt))[1] is None
+
+
+@pytest.mark.parametrize(
+    ("handoff", "epp", "api", "takes"),
+    [
+        ({}, {}, Treatment.CHAT, True),
+        ({}, {}, Treatment.RESPONSES, False),  # vLLM does not read the header there
+        ({}, {"enabled": True}, Treatment.CHAT, True),
+        ({}, {"enabled": True, "fallback_endpoints": 1}, Treatment.CHAT, False),  # another worker may get it
+        ({"connector": "llmd_sidecar"}, {}, Treatment.CHAT, False),  # another makes the prefill leg
+        ({"connector": "lmcache", "lmcache": {"10.0.0.2:80": RECEIVER}}, {}, Treatment.CHAT, False),  # of one engine
+        ({"connector": "nixl_push", "nixl_push": {"10.0.0.1:80": {"engine_id": "e", "host": "h"}}}, {}, Treatment.CHAT, False),
+    ],
+)
+def test_only_for_legs_that_we_make_and_that_no_other_engine_is_bound_to(
+    handoff: dict[str, Any], epp: dict[str, Any], api: Treatment, takes: bool
+) -> None:
+    workers = {"prefill": ["10.0.0.1:80"], "decode": ["10.0.0.2:80"]}
+    made = msgspec.convert({"workers": workers, "handoff": handoff, "epp": epp}, Config)
+    body = b'{"model": "m", "messages": [{"role": "user", "content": "Hello"}], "input": "Hello"}'
+    asked = Intake(made, BytesPerToken()).read(
+        parse_body(body, api), headers={}, path="/", size_bytes=len(body), request_id="r", arrived_s=0.0, deadline_s=1.0
+    )
+    assert asked.job.takes_rank is takes
 
 
 def test_a_worker_with_one_engine_is_asked_for_none() -> None:
