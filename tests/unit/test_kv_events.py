@@ -583,7 +583,11 @@ def test_a_worker_tells_ports_and_never_another_host() -> None:
         {"_x": {"endpoint": "tcp://*:5557"}},
         {"_99999": {"endpoint": "tcp://*:5557"}},
         {"_0": 5},
-        {"_64": {"endpoint": "tcp://*:5557"}},
+        {"_65536": {"endpoint": "tcp://*:5557"}},
+        {"_" + 5_000 * "1": {"endpoint": "tcp://*:5557"}},
+        {"_0": {"endpoint": "tcp://*:" + 5_000 * "1"}},
+        {"_0": {"endpoint": "tcp://*:5557"}, "_00": {"endpoint": "tcp://*:5558"}},
+        {f"_{rank}": {"endpoint": f"tcp://*:{5557 + rank}"} for rank in range(65)},
         {"_0": {"endpoint": "tcp://*:5557"}, "_1": {"endpoint": "tcp://*:5557"}},
         {"_0": {"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"}, "_1": {"endpoint": "tcp://*:5558"}},
         {"_0": {"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5557"}},
@@ -592,6 +596,16 @@ def test_a_worker_tells_ports_and_never_another_host() -> None:
 def test_what_cannot_be_followed_is_said(ranks: dict[str, Any]) -> None:
     with pytest.raises(NoPublisherError):
         _told(**ranks)
+
+
+def test_an_answer_in_a_thousand_brackets_is_no_publisher() -> None:
+    with pytest.raises(NoPublisherError):
+        told("10.0.0.7:8000", b'{"0": {"endpoint": "tcp://*:5557", "more": ' + b"[" * 10_000 + b"]" * 10_000 + b"}}")
+
+
+def test_ranks_that_are_counted_through_several_hosts_are_followed() -> None:
+    ranks = {str(64 + at): {"endpoint": f"tcp://*:{5557 + at}"} for at in range(8)}
+    assert [each.rank for each in told("10.0.0.7:8000", json.dumps(ranks).encode())] == list(range(64, 72))
 
 
 def test_a_label_comes_before_the_configuration() -> None:
@@ -607,7 +621,7 @@ def test_a_label_comes_before_the_configuration() -> None:
     ]
     assert found(**{"kv-events": "7000"})[1] == Publisher(1, "tcp://10.0.0.7:7001", None, "")  # type: ignore[index]
     assert found(**{"kv-events": "7000-7100"}) == found(**{"kv-events": "7000/7100"})
-    for label in ("x", "1/2/3", "0", "70000", ""):
+    for label in ("x", "1/2/3", "0", "70000", "", "/", "7000-", 5_000 * "1", "65535", "7000-7001"):
         with pytest.raises(NoPublisherError):
             found(**{"kv-events": label})
     assert by_settings(KvEvents(), Pool(EndpointSet(decode=(EndpointSpec(address="h:1"),))).endpoints[0]) is None

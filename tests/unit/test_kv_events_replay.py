@@ -254,7 +254,7 @@ async def test_what_comes_behind_an_answer_is_not_taken_for_the_next_one() -> No
             await publisher.send(stored(len(publisher.batches)))  # what is published is looked at first when the answer ends
             await as_asked(publisher, who, start)
             await publisher.again(who, len(publisher.batches) - 1, encode([time.time() + 1000, [], 0]))
-            time.sleep(0.05)  # noqa: ASYNC251  all of it is there before anything is read
+            time.sleep(0.05)  # all of it is there before anything is read
 
         publisher.replay = and_more
         replays = made.counts.replays

@@ -9,7 +9,7 @@ import msgspec
 
 from extproc import bounded
 from extproc.config import Address
-from extproc.observe.kv_events.settings import EventPorts, KvEvents
+from extproc.observe.kv_events.settings import EventPorts, KvEvents, port_faults
 from extproc.routing.pool import Endpoint, Role
 from extproc.tls.reasons import described
 from extproc.tls.workers import WorkerLink
@@ -20,7 +20,8 @@ LABEL = "kv-events"
 _PATH = "/kv_event_sources"
 _MAX_BYTES = 1 << 16
 _MOST_RANKS = 64
-"""Of a worker, by its own word. Ranks are on its own host, which has 8 or 16 accelerators."""
+"""Of a worker, by its own word. Ranks are on its own host, which has 8 or 16 accelerators. Their numbers are higher where the
+ranks of several hosts are counted through."""
 
 
 class Publisher(NamedTuple):
@@ -53,7 +54,7 @@ def by_settings(settings: KvEvents, endpoint: Endpoint) -> list[Publisher] | Non
     """What is known without asking; None: the worker has to be asked. Raises NoPublisherError."""
     label = endpoint.labels.get(LABEL)
     if label is not None:
-        ports = _labelled(label)
+        ports = _labelled(label, settings.ranks)
     elif settings.find == "ask":
         return None
     else:
@@ -92,16 +93,17 @@ def told(address: str, body: bytes) -> list[Publisher]:
     """
     try:
         ranks = _decoder.decode(body)
-        found = []
-        for rank, each in ranks.items():
-            if not each.enable_kv_cache_events or each.publisher != "zmq":
-                continue
-            if not rank.isascii() or not rank.isdigit() or int(rank) >= _MOST_RANKS:
-                raise NoPublisherError(f"{_PATH}: a rank {rank[:20]!r}")
-            replay = None if each.replay_endpoint is None else _reached(address, each.replay_endpoint)
-            found.append(Publisher(int(rank), _reached(address, each.endpoint), replay, each.topic))
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise NoPublisherError(f"{_PATH}: {error}") from None
+    found: list[Publisher] = []
+    for rank, each in ranks.items():
+        if not each.enable_kv_cache_events or each.publisher != "zmq":
+            continue
+        number = _number(rank)
+        if number is None or number in [publisher.rank for publisher in found] or len(found) == _MOST_RANKS:
+            raise NoPublisherError(f"{_PATH}: a rank {rank[:20]!r} after {len(found)} others")
+        replay = None if each.replay_endpoint is None else _reached(address, each.replay_endpoint)
+        found.append(Publisher(number, _reached(address, each.endpoint), replay, each.topic))
     if not found:
         raise NoPublisherError("it publishes no events")
     taken = [address for each in found for address in (each.events, each.replay) if address is not None]
@@ -113,18 +115,28 @@ def told(address: str, body: bytes) -> list[Publisher]:
 
 def _reached(address: str, bound: str) -> str:
     scheme, _, rest = bound.partition("://")
-    port = rest.rpartition(":")[2]
-    if scheme != "tcp" or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
+    port = _number(rest.rpartition(":")[2])
+    if scheme != "tcp" or not port:
         raise NoPublisherError(f"{_PATH}: {bound[:80]!r} cannot be reached from here")
-    return f"tcp://{_host(address)}:{int(port)}"
+    return f"tcp://{_host(address)}:{port}"
 
 
 def _host(address: str) -> str:
     return Address.parse(address).host  # with the brackets of IPv6
 
 
-def _labelled(label: str) -> EventPorts:
-    ports = label.replace("-", "/").split("/")  # a value of a Kubernetes label has no slash
-    if len(ports) > 2 or not all(port.isascii() and port.isdigit() and 0 < int(port) < 65536 for port in ports):
+def _labelled(label: str, ranks: int) -> EventPorts:
+    told = [_number(port) for port in label.replace("-", "/").split("/")]  # a value of a Kubernetes label has no slash
+    if len(told) > 2 or not told[0] or not told[-1]:
         raise NoPublisherError(f"label {LABEL}: {label[:40]!r} is neither a port nor two, as in 5557-5657")
-    return EventPorts(port=int(ports[0]), replay_port=int(ports[1]) if len(ports) == 2 else None)
+    ports = EventPorts(port=told[0], replay_port=told[1] if len(told) == 2 else None)
+    why = next((reason for _, reason in port_faults(ports, ranks)), None)
+    if why is not None:
+        raise NoPublisherError(f"label {LABEL}: {label[:40]!r}: {why}")
+    return ports
+
+
+def _number(text: str) -> int | None:
+    """From 0 to 65535; None: it is none of these."""
+    number = int(text) if len(text) <= 5 and text.isascii() and text.isdigit() else 65536
+    return number if number < 65536 else None

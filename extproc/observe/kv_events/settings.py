@@ -56,11 +56,8 @@ def faults(settings: KvEvents) -> Iterator[str]:
     for role, ports in settings.ports.items():
         if role not in ("prefill", "decode"):
             yield f"ports.{role}: roles are prefill and decode"
-        for name, port in (("port", ports.port), ("replay_port", ports.replay_port)):
-            if port is not None and not 0 < port <= 65536 - settings.ranks:
-                yield f"ports.{role}.{name}: {port} is not from 1 to 65535, for all {settings.ranks} rank(s)"
-        if ports.replay_port is not None and abs(ports.port - ports.replay_port) < settings.ranks:
-            yield f"ports.{role}: port and replay_port overlap, with {settings.ranks} rank(s)"
+        for name, reason in port_faults(ports, settings.ranks):
+            yield f"ports.{role}{name}: {reason}"
     if not 1 <= settings.ranks <= 1024:
         yield f"ranks: {settings.ranks} is not from 1 to 1024"
     if settings.find == "ports" and not settings.ports:
@@ -74,3 +71,12 @@ def faults(settings: KvEvents) -> Iterator[str]:
     for name, seconds in (("check_interval_s", settings.check_interval_s), ("replay_timeout_s", settings.replay_timeout_s)):
         if not 0.05 <= seconds <= 3600:
             yield f"{name}: {seconds} is not from 0.05 to 3600"
+
+
+def port_faults(ports: EventPorts, ranks: int) -> Iterator[tuple[str, str]]:
+    """Why so many ranks cannot have these ports and those behind them: field and reason."""
+    for name, port in ((".port", ports.port), (".replay_port", ports.replay_port)):
+        if port is not None and not 0 < port <= 65536 - ranks:
+            yield name, f"{port} is not from 1 to 65535, for all {ranks} rank(s)"
+    if ports.replay_port is not None and abs(ports.port - ports.replay_port) < ranks:
+        yield "", f"port and replay_port overlap, with {ranks} rank(s)"
