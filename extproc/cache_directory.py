@@ -45,6 +45,10 @@ _MOST_SALT = 128
 under it, and the question would be refused."""
 
 
+_MOST_MODEL = 1024
+"""Characters of a model's name. Answers are remembered by it, and a client may send any."""
+
+
 class _Placement(msgspec.Struct, frozen=True):
     instance_id: str = ""
     shared: bool = False
@@ -203,7 +207,8 @@ class CacheDirectory:
         """Server -> leading tokens that it holds of a prompt; None: nobody could say in time. It never raises."""
         settings = self._settings
         salt = chain.cache_salt or ""
-        if chain.lora is not None or chain.items or len(salt) > _MOST_SALT or not _NO_SALT.isdisjoint(salt):
+        unnamed = len(model) > _MOST_MODEL or len(salt) > _MOST_SALT or not _NO_SALT.isdisjoint(salt)
+        if unnamed or chain.lora is not None or chain.items:
             return self._told(None, "not_asked")  # its keys cover neither adapters nor media
         tokens = min(chain.tokens, settings.directory_max_tokens) // settings.chunk_tokens * settings.chunk_tokens
         if not tokens:

@@ -206,7 +206,8 @@ class Metrics:
             "baton_cache_directory",
             "Questions to LMCache's directory: `hit`, `miss`, `known` (asked a second ago), `timeout`, `failed`, `left_alone` "
             "(it failed several times in a row), `busy` (too many under way), `not_asked` (adapters, media, salts that LMCache "
-            "does not take), `refused` (it did not take the question), `no_servers` (it hears of none)",
+            "does not take, a model's name of over 1,024 characters), `refused` (it did not take the question), `no_servers` "
+            "(it hears of none)",
             ("outcome",),
             known=[(each,) for each in _DIRECTORY_OUTCOMES],
             watch="`timeout`, `failed`, `left_alone`, `refused` and `no_servers`: what our own prefills stored counts instead",

@@ -233,6 +233,14 @@ async def test_a_salt_that_lmcache_does_not_take_is_not_asked_for(salt: str) -> 
         assert (coordinator.asked, metrics.cache_directory.value("not_asked")) == ([], 1)
 
 
+async def test_a_name_that_no_model_has_is_neither_asked_for_nor_remembered() -> None:
+    """A prompt of token ids comes here with whatever name its client gives the model."""
+    async with directory() as (found, coordinator, _, metrics):
+        assert await found.lookup(prompt(), "m" * 1025) is None
+        assert (coordinator.asked, len(found._known), metrics.cache_directory.value("not_asked")) == ([], 0, 1)
+        assert await found.lookup(prompt(), "m" * 1024) is not None
+
+
 async def test_a_question_that_it_does_not_take_says_nothing_of_the_next() -> None:
     async with directory() as (found, coordinator, _, metrics):
         coordinator.status = 400
