@@ -524,8 +524,12 @@ def _check_cache_store(config: Config) -> None:
             raise ConfigError(f"cache_store.enabled: needs {name}: servers hold tokens, which nobody knows without")
     if store.capacity_tokens < store.chunk_tokens:
         raise ConfigError("cache_store.capacity_tokens: less than cache_store.chunk_tokens, so nothing would be held")
-    if store.directory is not None and _address("cache_store.directory", store.directory).path:
+    if store.directory is None:
+        return
+    if _address("cache_store.directory", store.directory).path:
         raise ConfigError(f"cache_store.directory: {store.directory!r} is not host:port")
+    if store.directory_max_tokens < store.chunk_tokens:
+        raise ConfigError("cache_store.directory_max_tokens: less than cache_store.chunk_tokens, so nothing would be asked for")
 
 
 class Config(_Section, frozen=True, kw_only=True):

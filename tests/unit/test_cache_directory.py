@@ -20,6 +20,7 @@ from extproc.observe.metrics import Metrics
 from extproc.routing.endpoint_spec import EndpointSet, EndpointSpec
 from extproc.routing.pool import Pool
 from extproc.routing.token_chain import TokenChain
+from extproc.tokens.settings import TokenSettings
 
 
 def at(*names: str, shared: bool = False, of: str = "") -> _Key:
@@ -269,3 +270,11 @@ async def test_adapters_and_short_prompts_are_not_asked_for() -> None:
 def test_it_is_refused_without_what_makes_tokens_known(field: str, kv_events: KvEvents, store: CacheStore) -> None:
     with pytest.raises(ConfigError, match=f"cache_store.enabled: needs {field}"):
         Config(workers=Workers(prefill=["10.0.0.1:80"], decode=["10.0.0.2:80"]), kv_events=kv_events, cache_store=store)
+
+
+def test_it_is_refused_to_ask_for_less_than_a_chunk() -> None:
+    """Every prompt would be one of which the directory knows nothing, and what our own prefills have stored would not count."""
+    workers, events = Workers(prefill=["10.0.0.1:80"], decode=["10.0.0.2:80"]), KvEvents(enabled=True)
+    store = CacheStore(enabled=True, directory="10.0.0.3:9300", directory_max_tokens=255)
+    with pytest.raises(ConfigError, match="directory_max_tokens: less than"):
+        Config(workers=workers, kv_events=events, tokens=TokenSettings(ask_workers="tokenize"), cache_store=store)
