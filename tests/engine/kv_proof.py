@@ -44,7 +44,7 @@ class KvUse:
 
 def kv_use(url: str) -> KvUse:
     """Read a worker's counters."""
-    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as reply:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=60) as reply:
         text = reply.read().decode()
     totals: dict[str, float] = {}
     for family in text_string_to_metric_families(text):

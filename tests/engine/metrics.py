@@ -19,7 +19,7 @@ class Samples(dict[tuple[str, frozenset[tuple[str, str]]], float]):
 
 
 def scrape(url: str, path: str = "/metrics") -> Samples:
-    with urllib.request.urlopen(f"{url}{path}", timeout=10) as reply:
+    with urllib.request.urlopen(f"{url}{path}", timeout=60) as reply:
         text = reply.read().decode()
     return Samples(
         ((sample.name, frozenset(sample.labels.items())), sample.value)
@@ -41,7 +41,7 @@ def running(url: str) -> float:
     return samples.total("vllm:num_requests_running") + samples.total("vllm:num_requests_waiting")
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 10.0, *, every_s: float = 0.02) -> float:
+def until(condition: Callable[[], bool], timeout_s: float = 30.0, *, every_s: float = 0.02) -> float:
     """Wait for ``condition``; returns how many seconds that took. Raises AssertionError after ``timeout_s``."""
     start = time.monotonic()
     while not condition():

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 MODEL = "tiny"
-TIMEOUT_S = 30.0
-"""A decode that stalls on a starved core takes longer than this and fails the test."""
+TIMEOUT_S = 90.0
+"""A decode that stalls because something else had its core takes half a minute."""
 
 Endpoint = Literal["chat", "completions", "responses", "messages"]
 Prompt = str | list[int] | list[str] | list[dict[str, Any]]

@@ -105,7 +105,7 @@ def relay(worker_url: str) -> Iterator[Relay]:
 def _pass_on(
     worker: str, method: str, path: str, headers: dict[str, str], body: bytes | None
 ) -> tuple[int, dict[str, str], bytes]:
-    connection = http.client.HTTPConnection(worker, timeout=30)
+    connection = http.client.HTTPConnection(worker, timeout=120)
     try:
         connection.request(method, path, body, {k: v for k, v in headers.items() if k not in _NOT_PASSED_ON})
         reply = connection.getresponse()

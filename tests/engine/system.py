@@ -110,7 +110,7 @@ def forget_prefixes(*worker_urls: str) -> None:
         request = urllib.request.Request(f"{url}/reset_prefix_cache", method="POST")
         deadline = time.monotonic() + 20.0
         while True:
-            with urllib.request.urlopen(request, timeout=10) as reply:
+            with urllib.request.urlopen(request, timeout=60) as reply:
                 if json.load(reply)["success"]:
                     break
             assert time.monotonic() < deadline, f"{url} holds on to blocks: a handoff was not completed"

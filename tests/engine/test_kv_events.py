@@ -129,7 +129,7 @@ class Told:
         """What would become of a prompt now."""
         question = {"path": PATHS["completions"], "body": body_of("completions", prompt, max_tokens=4)}
         request = urllib.request.Request(f"{self.admin_url}/debug/explain", json.dumps(question).encode())
-        with urllib.request.urlopen(request, timeout=10) as reply:
+        with urllib.request.urlopen(request, timeout=60) as reply:
             report: dict[str, Any] = json.load(reply)
         assert report["prompt"]["token_ids"] == "whole"
         return report["decision"]

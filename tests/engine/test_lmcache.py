@@ -349,7 +349,7 @@ class Directed:
     @property
     def model(self) -> str:
         """What the prefill worker was started with, under which LMCache stores."""
-        with urllib.request.urlopen(f"{self.cached.prefill_url}/v1/models", timeout=10) as reply:
+        with urllib.request.urlopen(f"{self.cached.prefill_url}/v1/models", timeout=60) as reply:
             return str(json.load(reply)["data"][0]["root"])
 
 
@@ -445,7 +445,7 @@ def test_the_filter_shows_what_the_cache_server_had(cached: Cached, tiny_model: 
 
 def shown_status(cached: Cached) -> dict[str, Any]:
     """What /healthz says of the cache server. The filter is ready whatever that is."""
-    with urllib.request.urlopen(f"{cached.admin_url}/healthz", timeout=10) as reply:
+    with urllib.request.urlopen(f"{cached.admin_url}/healthz", timeout=60) as reply:
         shown = json.load(reply)
     assert shown["ready"]
     status: dict[str, Any] = {"lookup_tokens": None, **shown["cache_servers"][cached.server.address]}

@@ -251,7 +251,7 @@ async def test_host_memory_outlives_the_emptied_gpu_cache_and_what_is_emptied_wi
 
         def done() -> bool:
             request = urllib.request.Request(f"{worker.url}/reset_prefix_cache{query}", method="POST")
-            with urllib.request.urlopen(request, timeout=10) as reply:
+            with urllib.request.urlopen(request, timeout=60) as reply:
                 return b"true" in reply.read().lower()
 
         return done

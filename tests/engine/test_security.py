@@ -62,7 +62,7 @@ def exchange(method: str, url: str, body: bytes | None = None, content_type: str
     """Status and body of the answer, whatever it is."""
     request = urllib.request.Request(url, body, {"content-type": content_type}, method=method)
     try:
-        with urllib.request.urlopen(request, timeout=30) as reply:
+        with urllib.request.urlopen(request, timeout=120) as reply:
             status, raw = reply.status, reply.read()
     except urllib.error.HTTPError as error:
         status, raw = error.code, error.read()

@@ -12,7 +12,7 @@ from tests.engine.system import System
 
 def test_the_workers_met_before_the_first_question(system: System) -> None:
     admin = load(system.log.parent / "baton.yaml").admin
-    with urllib.request.urlopen(f"http://{admin}/healthz", timeout=10) as reply:
+    with urllib.request.urlopen(f"http://{admin}/healthz", timeout=60) as reply:
         shown = json.load(reply)["warm_up"]
     assert (shown["pairs_warm"], shown["pairs"], shown["warming"]) == (1, 1, {})
 
