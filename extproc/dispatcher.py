@@ -119,9 +119,8 @@ class Dispatcher:
         if self.router.known is not None:
             known = ticket.job.token_chain is not None
             self._metrics.cache_lookups.inc(decision.cached_by if known else "no_tokens")
-            for role, rank in (("prefill", decision.prefill_rank), ("decode", decision.decode_rank)):
-                if rank is not None:
-                    self._metrics.ranks_named.inc(role)
+            self._count_rank("prefill", decision.prefill_rank)
+            self._count_rank("decode", decision.decode_rank)
         if ticket.waiting is not None:
             self._metrics.queue_wait_seconds.observe(decision.queued_s)
             self._metrics.queue_position.observe(decision.position)
@@ -188,14 +187,23 @@ class Dispatcher:
 
     def prefill_again(self, ticket: Ticket, exclude: Collection[str]) -> Endpoint:
         """Another prefill worker. Raises NoEndpointError."""
-        return self.router.prefill_again(ticket, self._clock(), exclude)
+        endpoint = self.router.prefill_again(ticket, self._clock(), exclude)
+        self._count_rank("prefill", ticket.prefill_rank)
+        return endpoint
 
     def decode_again(self, ticket: Ticket) -> Endpoint:
         """Another decode worker. Raises ApiError."""
         try:
-            return self.router.decode_again(ticket, self._clock())
+            endpoint = self.router.decode_again(ticket, self._clock())
         except NoEndpointError as error:
             raise self.as_api_error(error) from None
+        self._count_rank("decode", ticket.decode_rank)
+        return endpoint
+
+    def _count_rank(self, role: str, rank: int | None) -> None:
+        """A leg goes to a worker."""
+        if rank is not None:
+            self._metrics.ranks_named.inc(role)
 
     def alternatives(self, ticket: Ticket, most: int) -> list[str]:
         """Other decode workers, ``ip:port``, for a prompt that is not handed over."""

@@ -442,6 +442,18 @@ def test_a_worker_that_calls_its_engine_by_another_rank_each_time_fills_no_memor
     assert len(seen.dispatcher._engines["p0"]) <= 3
 
 
+def test_a_leg_that_is_made_again_is_counted_if_it_names_an_engine() -> None:
+    world, prompt = Ranked(pool_of(1, 1)), ids(16_000)
+    world.stores_blocks("p0", prompt, rank=1)
+    seen = Seen(world)
+    ticket = seen.dispatcher.submit(world.ask(prompt, mode=Mode.DISAGGREGATE, held=False))
+    seen.dispatcher.note(ticket, "request")
+    assert seen.metrics.ranks_named.value("prefill") == 1
+    seen.dispatcher.prefill_failed(ticket, blame=False)
+    seen.dispatcher.prefill_again(ticket, ())
+    assert (ticket.prefill_rank, seen.metrics.ranks_named.value("prefill")) == (1, 2)
+
+
 def test_replies_of_several_engines_are_no_restarts() -> None:
     seen = Seen(Ranked(pool_of(1, 1)))
     for engine in ("one_dp0", "one_dp1", "one_dp0", "one_dp1"):
