@@ -6,13 +6,14 @@ manager.py, shared_offload_region.py) and ``multi_connector.py``.
 
 from __future__ import annotations
 
-import math
-
 from workers.spec import WorkerSpec
 
 GIB = 1 << 30
 
 CONNECTOR = "OffloadingConnector"
+
+_LEAST_GIB, _MOST_GIB = 1 / 1024, 1 << 20
+"""Of any worker: beyond them is a slip."""
 
 
 def connector(spec: WorkerSpec) -> dict[str, object]:
@@ -41,8 +42,8 @@ def engine_bytes(spec: WorkerSpec) -> int:
 
 def _check(spec: WorkerSpec) -> None:
     gib = spec.host_cache_gib
-    if gib is None or not (math.isfinite(gib) and gib > 0):
-        raise ValueError(f"host_cache_gib: {gib} is not a positive number of GiB")
+    if gib is None or not _LEAST_GIB <= gib <= _MOST_GIB:
+        raise ValueError(f"host_cache_gib: {gib} is not a positive number of GiB that a machine can have")
     if spec.role != "prefill":
         raise ValueError(
             "host_cache_gib: for prefill workers. A decode worker takes its prompts over NIXL, and would copy each of them to "

@@ -74,6 +74,8 @@ def test_zero_is_none() -> None:
         ({"host_cache_gib": -1.0}, "host_cache_gib: -1.0 is not a positive number of GiB"),
         ({"host_cache_gib": float("nan")}, "host_cache_gib: nan is not"),
         ({"host_cache_gib": float("inf")}, "host_cache_gib: inf is not"),
+        ({"host_cache_gib": 1e300}, r"host_cache_gib: 1e\+300 is not"),
+        ({"host_cache_gib": 1e-10}, "host_cache_gib: 1e-10 is not"),  # of which an engine would get no byte
         ({"host_cache_gib": 8.0, "role": "decode"}, "host_cache_gib: for prefill workers"),
         ({"host_cache_gib": 8.0, "device": "cpu"}, "host_cache_gib: .* works on GPUs only"),
         ({"host_cache_gib": 8.0, "prefix_caching": False}, "host_cache_gib: goes with prefix_caching"),
