@@ -113,7 +113,8 @@ def _events(raw: str, endpoint: Endpoint) -> list[dict[str, Any]]:
     if endpoint in _LAST_EVENT:
         assert events[-1]["type"] == _LAST_EVENT[endpoint], raw
     pieces = [event for event in events if event.get("choices") or "delta" in event]
-    assert len(pieces) > 2, "a streamed answer comes in more than one piece"
+    # An engine puts tokens together that its server had no time to send.
+    assert len(pieces) > 1, "a streamed answer comes in more than one piece"
     return events
 
 

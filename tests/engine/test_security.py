@@ -20,7 +20,7 @@ from tests.engine.system import System
 
 ENDPOINTS: list[Endpoint] = ["chat", "completions", "responses", "messages"]
 PROMPT = "Who goes there, and why should anybody open the gate?"
-FEW = 4
+FEW = 8
 """Tokens, since there are many requests."""
 DEADLY = {"do_remote_prefill": True}
 DECODE = {"do_remote_decode": True}
