@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import enum
+from array import array
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 from extproc.routing.block_store import Holder, Store
-from extproc.routing.stored_blocks import Owner, Stored, StoredBlocks, entering
+from extproc.routing.stored_blocks import Owner, Stored, StoredBlocks, enter, entering, name_before
 
 _DECIDING = frozenset({None, "full_attention", "mla_attention", "sink_full_attention", "unknown"})
 """`kv_cache_spec_kind` of groups whose blocks must all be there."""
@@ -109,6 +110,28 @@ class Source:
     def entering(self, events: Iterable[StoredBlocks], tier: int) -> Iterator[int]:
         """Enter what events say into a tier, with stops for breath; see :func:`entering`."""
         return entering(self._owner, self._holder_for, events, tier)
+
+    def enter_plain(
+        self,
+        group: int,
+        kind: str | None,
+        block_tokens: int,
+        hashes: Sequence[int | bytes],
+        parents: Sequence[int | None],
+        tokens: array[int],
+    ) -> bool:
+        """Enter blocks of one group on the GPU that have their tokens and nothing beside them, see :func:`enter`. Whether they
+        count.
+        """
+        holder = self._holder_for(group, kind, block_tokens)
+        if holder is None:
+            return False
+        enter(self._owner, holder, _GPU, hashes, parents, tokens)
+        return True
+
+    def name_before(self, event: StoredBlocks) -> int:
+        """See :func:`name_before`."""
+        return name_before(self._owner, event)
 
     def removed(self, hashes: Collection[int | bytes], tier: int = 0, group: int = 0) -> None:
         """Blocks left a tier."""

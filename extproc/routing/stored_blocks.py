@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import xxhash
 
-from extproc.routing.block_store import PLACE, Holder, engine_hash
+from extproc.routing.block_store import PLACE, Holder, engine_hash, names_of
 from extproc.routing.token_chain import KEY_MASK, TOKEN_BYTES, extra_bytes
 
 PIECE_BLOCKS = 256
@@ -169,7 +169,7 @@ def entering(
     for event in events:
         if event.group_idx != group or event.block_size != block_tokens or event.kv_cache_spec_kind != kind:
             if holder is not None and hashes:
-                _enter(owner, holder, tier, hashes, parents, tokens)
+                enter(owner, holder, tier, hashes, parents, tokens)
                 hashes, parents, tokens = [], [], array("I")
                 pack = tokens.fromlist
             group, block_tokens, kind = event.group_idx, event.block_size, event.kv_cache_spec_kind
@@ -183,7 +183,7 @@ def entering(
         odd = len(ids) != count * block_tokens or not block_tokens or (extras and (any(extras) if count > 1 else extras[0]))
         if odd or (tier and holder.beside and extras is None):
             if hashes:
-                _enter(owner, holder, tier, hashes, parents, tokens)
+                enter(owner, holder, tier, hashes, parents, tokens)
                 hashes, parents, tokens = [], [], array("I")
                 pack = tokens.fromlist
             for start in range(0, count, PIECE_BLOCKS):
@@ -197,10 +197,7 @@ def entering(
         parent = event.parent_block_hash
         hashes += names
         pack(ids)
-        if type(parent) is int:
-            parents.append(parent & mask_)
-        else:
-            parents.append(~owner.seed(_adapter(event)) if parent is None else _name(parent))
+        parents.append(parent & mask_ if type(parent) is int else name_before(owner, event))
         if count > 1:
             parents += [None] * (count - 1)
         if len(hashes) < PIECE_BLOCKS:
@@ -213,19 +210,19 @@ def entering(
                     parents[start] = _name(hashes[start - 1])
             if holder is not None:
                 some = tokens[start * block_tokens : end * block_tokens]
-                _enter(owner, holder, tier, hashes[start:end], parents[start:end], some)
+                enter(owner, holder, tier, hashes[start:end], parents[start:end], some)
             yield told
             told = 0
         hashes, parents, tokens = [], [], array("I")
         pack = tokens.fromlist
         group = _NONE  # whoever the holder belonged to may be gone by now
     if holder is not None and hashes:
-        _enter(owner, holder, tier, hashes, parents, tokens)
+        enter(owner, holder, tier, hashes, parents, tokens)
     if told:
         yield told
 
 
-def _enter(
+def enter(
     owner: Owner,
     holder: Holder,
     tier: int,
@@ -240,13 +237,12 @@ def _enter(
     masks, others, repeats = store.masks[tier], store.others(tier), holder.repeats[tier]
     digest, mask_, known_as = xxhash.xxh3_64_intdigest, KEY_MASK, names.get
     before: int | None = None
-    rest = zip(hashes, parents, iter_unpack(f"{store.block_tokens * TOKEN_BYTES}s", tokens), strict=True)
+    rest = zip(names_of(hashes), parents, iter_unpack(f"{store.block_tokens * TOKEN_BYTES}s", tokens), strict=True)
     left = len(hashes)
     while left > 0:
         room = owner.room()
         fresh = elsewhere = more = 0
-        for told, parent, (block,) in islice(rest, room):
-            name = (told if type(told) is int else engine_hash(told)) & mask_
+        for name, parent, (block,) in islice(rest, room):
             if parent is not None:
                 before = known_as(parent) if parent >= 0 else ~parent
             key = known_as(name)
@@ -280,6 +276,12 @@ def _enter(
         store.blocks += fresh - elsewhere
         store.counts[tier][holder.number] += fresh
         store.totals[tier] += fresh
+
+
+def name_before(owner: Owner, event: StoredBlocks) -> int:
+    """What stands before the first block of an event: the name of a block, or ~ of a key."""
+    parent = event.parent_block_hash
+    return ~owner.seed(_adapter(event)) if parent is None else _name(parent)
 
 
 def _enter_odd(owner: Owner, holder: Holder, tier: int, event: StoredBlocks, which: range) -> None:

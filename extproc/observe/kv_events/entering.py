@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from extproc.observe.kv_events.events import BlockRemoved, BlockStored, Event, NotABatchError
+from extproc.observe.kv_events.plain import enter as enter_at_once
 from extproc.routing.engine_holdings import Source
 from extproc.routing.stored_blocks import PIECE_BLOCKS, ordering
 
@@ -25,6 +26,7 @@ _TIERS: dict[str | None, int] = {
     **dict.fromkeys(("STORAGE", "DISK", "FS", "CPU_TIER2", "EXTERNAL"), 2),
     "LMCACHE": 3,
 }
+_ON_GPU = frozenset([medium for medium, tier in _TIERS.items() if tier == _GPU])
 
 
 class Counts:
@@ -56,10 +58,20 @@ class Entering:
         """What was known of slower tiers has proved wrong: when the GPU's cache is emptied, they are not known any more."""
 
     def batch(self, events: list[Event]) -> Iterator[None]:
-        """Enter all of them."""
-        batch = _Batch(self._counts)
+        """Enter all of them. Most batches have been entered when this returns."""
+        counts = self._counts
+        counts.events += len(events)
+        try:
+            entered = enter_at_once(self._source, events, _ON_GPU)
+        except ValueError:
+            self._on_fault()
+            return iter(())
+        if entered is not None:
+            counts.stored += entered[0]
+            counts.removed += entered[1]
+            return iter(())
+        batch = _Batch(counts)
         batch.add(events)
-        self._counts.events += len(events)
         return self._enter(batch)
 
     def pieces(self, pieces: Iterator[tuple[int, list[Event]]]) -> Iterator[None]:
