@@ -246,8 +246,14 @@ class Dispatcher:
     def restarted(self, endpoint: Endpoint) -> None:
         """The engine there is a new one."""
         self._log.info("worker_restarted", endpoint=endpoint.address)
+        self._engines.pop(endpoint.address, None)  # whoever answers there next is no further restart
         self.router.restarted(endpoint.address)
         self.on_restart(endpoint.address)
+
+    def gone(self, addresses: Iterable[str]) -> None:
+        """These workers have left: what comes to their addresses is new, and no restart."""
+        for address in addresses:
+            self._engines.pop(address, None)
 
     def engine_told(self, address: str, engine_id: str) -> None:
         """Another process has had a reply of this engine."""
@@ -258,14 +264,12 @@ class Dispatcher:
     def _is_new(self, endpoint: Endpoint, engine_id: str) -> bool:
         """An engine has said who it is: whether nobody knew. Another one in the place of one that was known is a restart."""
         rank = rank_of(engine_id)
-        known = self._engines.setdefault(endpoint.address, {})
-        before = known.get(rank)
+        before = self._engines.get(endpoint.address, {}).get(rank)
         if before == engine_id:
             return False
         if before is not None:
-            known.clear()  # all ranks of a server start together, and those that answer next are no further restart
-            self.restarted(endpoint)
-        known[rank] = engine_id
+            self.restarted(endpoint)  # with all of its ranks: those of a server start together
+        self._engines.setdefault(endpoint.address, {})[rank] = engine_id
         return True
 
     # -- time --------------------------------------------------------------------------------------------------------------

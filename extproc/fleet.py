@@ -226,6 +226,7 @@ class Fleet:
             gone = self._router.sweep()
             if gone:
                 self._log.info("endpoints_gone", endpoints=gone)
+                self._dispatcher.gone(gone)
                 self._changed()
 
     def _changed(self) -> None:

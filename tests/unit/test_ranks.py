@@ -23,6 +23,7 @@ from extproc.prompt import BytesPerToken
 from extproc.routing.explain import explain
 from extproc.routing.holdings import Held, Holdings, Tier
 from extproc.routing.job import Job, Mode
+from extproc.routing.pool import Role
 from extproc.routing.ranks import cut, spread
 from extproc.routing.router import Router
 from extproc.routing.settings import Routing
@@ -470,6 +471,26 @@ def test_another_engine_is_one_restart_whichever_of_its_ranks_answer_then() -> N
     assert seen.restarted == ["p0"]
     seen.dispatcher.engine_told("p0", "three_dp0")
     assert seen.restarted == ["p0", "p0"], "another process has had a reply of it"
+
+
+def test_a_restart_that_something_else_has_shown_is_not_shown_again_by_the_next_reply() -> None:
+    seen = Seen(Ranked(pool_of(1, 1)))
+    for engine in ("one_dp0", "one_dp1"):
+        seen.replies(ids(400), engine)
+    [endpoint] = seen.world.router.pool.live(Role.PREFILL)
+    seen.dispatcher.restarted(endpoint)  # its metrics say so, or discovery
+    for engine in ("two_dp0", "two_dp1"):
+        seen.replies(ids(400), engine)
+    assert seen.restarted == ["p0"]
+
+
+def test_a_worker_that_left_and_its_address_are_forgotten() -> None:
+    seen = Seen(Ranked(pool_of(1, 1)))
+    seen.replies(ids(400), "one")
+    seen.dispatcher.gone(["p0", "never_there"])
+    assert seen.dispatcher._engines == {}
+    seen.replies(ids(400), "two")
+    assert seen.restarted == []
 
 
 def test_a_restart_that_a_reply_shows_ends_at_once_what_its_events_had_said() -> None:
