@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
-from itertools import islice, repeat
+from itertools import islice
 
 from extproc.routing.token_chain import KEY_MASK
 
@@ -192,13 +192,13 @@ class Store:
         others = self.others(tier)
         if others:
             return self._remove_from_one(holder, hashes, tier, others)
-        names, masks, bit, low = holder.names, self.masks[tier], holder.bit, PLACE
+        names, masks, bit, mask_, low = holder.names, self.masks[tier], holder.bit, KEY_MASK, PLACE
         repeats = holder.repeats[tier]
+        find = names.get if repeats else names.pop
         nameless = unheld = again = shared = 0
-        told = names_of(hashes)
-        # All at once: while one of them is waited for, which are in no cache of the processor, it looks for the next already.
-        keys = list(map(names.get, told) if repeats else map(names.pop, told, repeat(None)))
-        for name, key in zip(told, keys, strict=True):
+        for told in hashes:
+            name = (told if type(told) is int else engine_hash(told)) & mask_
+            key = find(name, None)
             if key is None:
                 nameless += 1
                 continue
@@ -207,9 +207,7 @@ class Store:
                     self._one_less(repeats, key)
                     again += 1
                     continue
-                if names.pop(name, None) is None:  # one of those before was the last of that content
-                    nameless += 1
-                    continue
+                del names[name]
             shard = masks[key >> low]
             mask = shard.pop(key, 0)
             if mask is bit or mask == bit:  # mostly nobody else holds it
@@ -233,10 +231,11 @@ class Store:
 
     def _remove_from_one(self, holder: Holder, hashes: Iterable[int | bytes], tier: int, others: list[_Shards]) -> int:
         """The same where it may hold them in other tiers too."""
-        names, masks, bit, alive, low = holder.names, self.masks[tier], holder.bit, self.alive, PLACE
+        names, masks, bit, alive, mask_, low = holder.names, self.masks[tier], holder.bit, self.alive, KEY_MASK, PLACE
         repeats = holder.repeats[tier]
         unknown = gone = nameless = forgotten = 0
-        for name in names_of(hashes):
+        for told in hashes:
+            name = (told if type(told) is int else engine_hash(told)) & mask_
             key = names.get(name)
             if key is None:
                 unknown += 1
@@ -356,14 +355,6 @@ def bits(mask: int) -> Iterator[int]:
         low = mask & -mask
         yield low.bit_length() - 1
         mask ^= low
-
-
-def names_of(hashes: Iterable[int | bytes], mask: int = KEY_MASK) -> list[int]:
-    """:func:`engine_hash` of each."""
-    try:
-        return [told & mask for told in hashes]  # type: ignore[operator]
-    except TypeError:  # they are all of the one kind or of the other
-        return [engine_hash(told) for told in hashes]
 
 
 def engine_hash(told: int | bytes) -> int:

@@ -256,6 +256,8 @@ class Holdings:
         nobody holds any more goes first.
         """
         room = self.max_blocks - (self._entries() + 1) // 2
+        if room > 0:
+            return room
         looked = 0
         while room < 1 and looked < _LOOKED and self.untidy:
             looked += self.tidy() + 1
@@ -279,7 +281,10 @@ class Holdings:
 
     def _entries(self) -> int:
         """Blocks, names of blocks, and what is held more than once: about as large as each other."""
-        return sum([store.blocks + store.names + store.repeated for store in self._stores.values()])
+        entries = 0
+        for store in self._stores.values():  # asked for every batch, and there is mostly but one
+            entries += store.blocks + store.names + store.repeated
+        return entries
 
 
 def _keys_a_token(*sizes: int) -> float:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import xxhash
 
-from extproc.routing.block_store import PLACE, Holder, engine_hash, names_of
+from extproc.routing.block_store import PLACE, Holder, engine_hash
 from extproc.routing.token_chain import KEY_MASK, TOKEN_BYTES, extra_bytes
 
 PIECE_BLOCKS = 256
@@ -237,12 +237,13 @@ def enter(
     masks, others, repeats = store.masks[tier], store.others(tier), holder.repeats[tier]
     digest, mask_, known_as = xxhash.xxh3_64_intdigest, KEY_MASK, names.get
     before: int | None = None
-    rest = zip(names_of(hashes), parents, iter_unpack(f"{store.block_tokens * TOKEN_BYTES}s", tokens), strict=True)
+    rest = zip(hashes, parents, iter_unpack(f"{store.block_tokens * TOKEN_BYTES}s", tokens), strict=True)
     left = len(hashes)
     while left > 0:
         room = owner.room()
         fresh = elsewhere = more = 0
-        for name, parent, (block,) in islice(rest, room):
+        for told, parent, (block,) in islice(rest, room):
+            name = (told if type(told) is int else engine_hash(told)) & mask_
             if parent is not None:
                 before = known_as(parent) if parent >= 0 else ~parent
             key = known_as(name)
