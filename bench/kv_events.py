@@ -147,7 +147,8 @@ async def _follow(workers: int, rate: int, seconds: float) -> _Followed:
     await asyncio.to_thread(ours.recv)
     task = asyncio.create_task(subscriber.run())
     await asyncio.sleep(_WARM_S)  # connections are made
-    memory.collect_rarely()  # as the filter does
+    memory.keep_freed()  # both as the filter does
+    memory.collect_rarely()
     busy_s, wall_s = time.process_time(), time.monotonic()
     ours.send("go")
     sent, batches, _ = await asyncio.to_thread(ours.recv)
