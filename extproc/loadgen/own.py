@@ -77,10 +77,11 @@ class Watch:
 
     def own(self, send_late_s: list[float]) -> Own:
         """The numbers, once the run is over."""
+        late_s = [max(0.0, each) for each in send_late_s]  # a timer may go off a moment early
         return Own(
-            send_late_p50_s=percentile(send_late_s, 0.5),
-            send_late_p99_s=percentile(send_late_s, 0.99),
-            send_late_max_s=max(send_late_s, default=0.0),
+            send_late_p50_s=percentile(late_s, 0.5),
+            send_late_p99_s=percentile(late_s, 0.99),
+            send_late_max_s=max(late_s, default=0.0),
             loop_late_p99_s=percentile(self._loop_late_s, 0.99) if self._loop_late_s else 0.0,
             cpu_share=self.cpu_s / self.wall_s if self.wall_s > 0 else 0.0,
             cpu_s=self.cpu_s,

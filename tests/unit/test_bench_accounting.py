@@ -13,7 +13,7 @@ from extproc.loadgen.answer import Answer, error_of
 from extproc.loadgen.arrivals import Stage, parse_gaps
 from extproc.loadgen.bench import Load
 from extproc.loadgen.errors import BenchError
-from extproc.loadgen.own import Own
+from extproc.loadgen.own import Own, Watch
 from extproc.loadgen.run import Run
 from extproc.loadgen.sample import Kind, Sample
 from extproc.loadgen.target import base_of
@@ -164,6 +164,11 @@ def test_a_generator_that_does_not_keep_up_says_so() -> None:
     late = Own(send_late_p50_s=0, send_late_p99_s=0.03, send_late_max_s=1, loop_late_p99_s=0.02, cpu_share=0.95, cpu_s=9)
     assert [each.split(" ")[-2:] for each in late.warnings] == [["ms", "late"], ["ms", "late"], ["a", "processor"]]
     assert ON_TIME.warnings == []
+
+
+def test_a_request_that_a_timer_sent_a_moment_early_is_on_time() -> None:
+    own = Watch().own([-2e-5, -1e-5, 0.25])
+    assert (f"{own.send_late_p50_s * 1e3:.1f}", own.send_late_max_s) == ("0.0", 0.25)
 
 
 def test_values_are_drawn_as_often_as_their_weights_say_and_alike_for_a_seed() -> None:
